@@ -1,0 +1,1 @@
+"""smart_autocast: autocast regions as explicit, dtype-agnostic smart casts in torch.compile."""
