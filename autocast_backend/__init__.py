@@ -1,1 +1,55 @@
-"""smart_autocast: autocast regions as explicit, dtype-agnostic smart casts in torch.compile."""
+"""smart_autocast: mixed precision as a property of the graph.
+
+    model = torch.compile(model, backend="smart_autocast")
+
+needs no import of this package. What it exports is loaded on first use, so that importing it (which
+`import torch` does, to make `TORCH_LOGS="+smart_autocast"` known) costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .lower_autocast import lower_autocast
+    from .ops import (
+        autocast_to_bf16,
+        autocast_to_fp16,
+        autocast_to_full_precision,
+        autocast_to_reduced_precision,
+        promote,
+    )
+    from .state import AutocastState
+
+_HOMES = {
+    "AutocastState": "state",
+    "autocast_to_bf16": "ops",
+    "autocast_to_fp16": "ops",
+    "autocast_to_full_precision": "ops",
+    "autocast_to_reduced_precision": "ops",
+    "lower_autocast": "lower_autocast",
+    "promote": "ops",
+}
+
+__all__ = [
+    "AutocastState",
+    "autocast_to_bf16",
+    "autocast_to_fp16",
+    "autocast_to_full_precision",
+    "autocast_to_reduced_precision",
+    "lower_autocast",
+    "promote",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,79 @@
+"""`lower_autocast`: the compiler's lowering on its own, for any FX graph with example values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .lowering import Context, lower
+from .state import AutocastState
+
+
+def lower_autocast(
+    graph_module: fx.GraphModule,
+    *,
+    ambient: AutocastState | Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    policies: None = None,
+) -> fx.GraphModule:
+    """Rewrite the autocast regions of a graph into smart casts.
+
+    Args:
+        graph_module: a graph of torch-level calls, as Dynamo gives it to a backend, in which every
+            call has its value under eager autocast, a fake tensor, in `meta["example_value"]`. It is
+            left as it is.
+        ambient: the autocast state around the graph: an `AutocastState`, the arguments of one
+            `torch.autocast`, or a sequence of them. Regions inside the graph come on top.
+        policies: overrides of the policy table; not built yet, so only None.
+
+    Returns:
+        A new graph, to be run with autocast off. Its smart casts hold no dtype of the tensors they
+        get: the same graph serves float32, bfloat16, float16 and float64 inputs as eager autocast
+        does. Calls without a policy of their own that were proved equal, and brackets, were proved
+        for the dtypes of the example values.
+
+    Raises:
+        TypeError, ValueError: an argument that is not what it should be, or a graph without example
+            values.
+        RegionError: enter and exit nodes that do not pair up.
+    """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(
+            "graph_module: expected a torch.fx.GraphModule, such as the one Dynamo gives a backend; "
+            f"got {type(graph_module).__name__}"
+        )
+    if policies is not None:
+        raise ValueError(f"policies: overrides are not built yet; expected None, got {policies!r}")
+    copy = copy_graph(graph_module)
+    _check_example_values(copy)
+    return lower(copy, Context(ambient=AutocastState.of(ambient)))
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy with nodes of its own, bodies of higher-order ops included, that shares parameters and
+    metadata values. (`copy.deepcopy` would clone the fake mode, and with it every example value.)"""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if hasattr(node, "_dynamo_source"):  # torch keeps it outside of meta
+            values[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)
+    for name, child in module.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copy, name, copy_graph(child))
+    return copy
+
+
+def _check_example_values(module: fx.GraphModule) -> None:
+    """Refuse a graph that nothing can be proved about."""
+    known = [n for n in module.graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    if calls and not known:
+        raise ValueError(
+            'graph_module: no node has a tensor in meta["example_value"]; expected the fake value of '
+            "every call under eager autocast, as in the graphs Dynamo gives a backend"
+        )

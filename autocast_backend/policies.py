@@ -1,0 +1,173 @@
+"""The policy table: what autocast does to which op, as data.
+
+The rows are PyTorch's own (`ATen/autocast_mode.h` and `.cpp`), one table per device type, keyed by
+the names the dispatcher registers. `tests/test_policies.py` compares them with the dispatcher of the
+installed torch and each policy with what real autocast does to fake tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+
+class Policy(enum.Enum):
+    """What autocast does to one op; the names are PyTorch's (`at::autocast::CastPolicy`)."""
+
+    LOWER_PRECISION_FP = "lower_precision_fp"
+    """Cast every tensor to the region's dtype."""
+    FP32 = "fp32"
+    """Cast every tensor to float32."""
+    FP32_SET_OPT_DTYPE = "fp32_set_opt_dtype"
+    """Pass `dtype=float32` where the caller gave no dtype."""
+    FP32_APPEND_DTYPE = "fp32_append_dtype"
+    """Call the overload that takes a dtype, with float32."""
+    PROMOTE = "promote"
+    """Cast every tensor to the widest dtype among them."""
+    BANNED = "banned"
+    """Raise: the op is not safe in a lower precision."""
+
+
+def _table(**rows: str) -> MappingProxyType[str, Policy]:
+    return MappingProxyType(
+        {op: Policy(policy) for policy, ops in rows.items() for op in ops.split()}
+    )
+
+
+_CPU = _table(
+    lower_precision_fp="""
+        _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm
+        bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear matmul
+        mkldnn_rnn_layer mm prelu scaled_dot_product_attention
+    """,
+    fp32="""
+        _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d
+        binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse
+        cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
+        fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2
+        fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
+        fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d
+        hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky linalg_cholesky_ex
+        linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+        linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
+        linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
+        linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals
+        linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d max_unpool2d
+        max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
+        nanquantile nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar
+        prod prod.dim_int qr quantile quantile.scalar reflection_pad1d reflection_pad2d
+        replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft
+        stft.center svd trace triangular_solve triplet_margin_loss view_as_complex
+    """,
+    promote="cat index_copy stack",
+)
+
+_CUDA = _table(
+    lower_precision_fp="""
+        _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell
+        _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d
+        conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution
+        cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot
+        linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+    """,
+    fp32="""
+        _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
+        _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits
+        cdist cosh cosine_embedding_loss cosine_similarity dist erfinv exp expm1 frobenius_norm.dim
+        group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2
+        logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+        native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss
+        pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh
+        smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
+        upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+        upsample_nearest3d upsample_trilinear3d
+    """,
+    fp32_set_opt_dtype="""
+        cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm
+        log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList
+    """,
+    fp32_append_dtype="norm.Scalar norm.ScalarOpt_dim",
+    promote="""
+        addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+    """,
+    banned="binary_cross_entropy",
+)
+
+TABLES: MappingProxyType[str, MappingProxyType[str, Policy]] = MappingProxyType(
+    {"cpu": _CPU, "cuda": _CUDA}
+)
+"""Device type -> op name (with overload, without `aten::`) -> policy."""
+
+COMPOSITES: MappingProxyType[str, MappingProxyType[str, Policy]] = MappingProxyType(
+    {
+        # CompositeImplicitAutograd ops that are not registered themselves, but whose one policy op
+        # gets the composite's own arguments. Validation decides node by node whether that is so.
+        "cpu": _table(lower_precision_fp="chain_matmul einsum tensordot"),
+        "cuda": _table(fp32="cross_entropy_loss"),
+    }
+)
+
+# Python names whose ATen op is called something else.
+_ATEN_NAMES = MappingProxyType(
+    {
+        "cross_entropy": "cross_entropy_loss",
+        "grid_sample": "grid_sampler",
+        "interpolate": "upsample_nearest2d",  # every upsample op has the same policy
+        "nll_loss_nd": "nll_loss",
+        "rpow": "pow",
+    }
+)
+
+
+def op_name(node: fx.Node) -> str | None:
+    """The ATen name a call node stands for, with the overload where the node has one; None for
+    what calls no op. A name is a claim that validation checks, not a promise."""
+    if node.op == "call_method":
+        return _plain(str(node.target))
+    if node.op != "call_function":
+        return None
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        overload = target._schema.overload_name
+        return _aten(name) and _aten(name) + (f".{overload}" if overload else "")
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return _aten(target._qualified_op_name)
+    return _plain(getattr(target, "__name__", ""))
+
+
+def _aten(qualified: str) -> str:
+    namespace, _, name = qualified.partition("::")
+    return name if namespace == "aten" else ""
+
+
+def _plain(name: str) -> str:
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        name = {"rmatmul": "matmul"}.get(name, name)
+    return _ATEN_NAMES.get(name, name)
+
+
+def find_policy(name: str | None, device_type: str) -> Policy | None:
+    """The policy of the op `name` on `device_type`; None where autocast leaves it alone.
+
+    A name without overload, which is all that a torch-level call tells, has the policy of its
+    registered overloads: on no device type do two overloads of one op differ.
+    """
+    if not name:
+        return None
+    if "." in name:
+        return TABLES.get(device_type, {}).get(name)
+    return _by_base_name(device_type).get(name)
+
+
+@functools.cache
+def _by_base_name(device_type: str) -> dict[str, Policy]:
+    rows = {**COMPOSITES.get(device_type, {}), **TABLES.get(device_type, {})}
+    return {op.partition(".")[0]: policy for op, policy in rows.items()}

@@ -1,0 +1,203 @@
+"""A policy, applied to one call: which of its arguments pass through which smart cast.
+
+A recipe is data; `apply` follows it once with fake tensors, to see what it does, and once with graph
+nodes, to write it down. So what was checked is what is built.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
+from .policies import Policy, find_policy, op_name
+from .state import AutocastState, DeviceAutocast
+
+_SMART = torch.ops.smart_autocast
+_FULL = _SMART.autocast_to_full_precision.default
+_LOWER = {
+    torch.bfloat16: _SMART.autocast_to_bf16.default,
+    torch.float16: _SMART.autocast_to_fp16.default,
+}
+
+# Overloads that take a dtype, for each op of the policies fp32_set_opt_dtype and fp32_append_dtype.
+# A call takes the first one its arguments fit.
+_WITH_DTYPE = {
+    "cumprod": ("cumprod",),
+    "cumsum": ("cumsum",),
+    "linalg_matrix_norm": ("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+    "linalg_vector_norm": ("linalg_vector_norm",),
+    "log_softmax": ("log_softmax.int",),
+    "prod": ("prod", "prod.dim_int"),
+    "softmax": ("softmax.int",),
+    "sum": ("sum", "sum.dim_IntList"),
+}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One smart cast: the op, and what it takes besides the tensor."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...] = ()
+    device_type: str | None = None
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {"device_type": self.device_type} if self.device_type else {}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do with the tensor arguments of a call, numbered in order of appearance.
+
+    Attributes:
+        casts: argument number -> the cast it passes through.
+        promoted: groups of arguments that pass through `promote` together, each with the device
+            type it is limited to.
+        with_dtype: the overload to call instead, with `full_precision_dtype` of its first argument.
+    """
+
+    casts: tuple[tuple[int, Cast], ...] = ()
+    promoted: tuple[tuple[tuple[int, ...], str | None], ...] = ()
+    with_dtype: torch._ops.OpOverload | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.casts or self.promoted or self.with_dtype)
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The node arguments of a call in order of appearance, an argument used twice twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    return found
+
+
+def build(node: fx.Node, state: AutocastState) -> Recipe | None:
+    """The recipe of a call under `state`; None where no policy of the table applies.
+
+    Left alone: calls with `out=`, which autocast does not touch; arguments that are not dense
+    floating tensors of a device type that is switched on.
+    """
+    name = op_name(node)
+    if not name or node.kwargs.get("out") is not None:
+        return None
+    arguments = [n.meta.get("example_value") for n in tensor_arguments(node)]
+    casts: list[tuple[int, Cast]] = []
+    promoted: list[tuple[tuple[int, ...], str | None]] = []
+    with_dtype = None
+    mixed = len({t.device.type for t in arguments if _is_castable(t)}) > 1
+    for device in state.enabled_devices:
+        mine = tuple(
+            i
+            for i, t in enumerate(arguments)
+            if _is_castable(t) and t.device.type == device.device_type
+        )
+        policy = find_policy(name, device.device_type) if mine else None
+        limit = device.device_type if mixed else None
+        if policy in (Policy.LOWER_PRECISION_FP, Policy.FP32):
+            casts += [(i, _cast(policy, device, limit)) for i in mine]
+        elif policy is Policy.PROMOTE:
+            promoted.append((mine, limit))
+        elif policy is Policy.FP32_SET_OPT_DTYPE:
+            with_dtype = _overload_with_dtype(name, node)
+    recipe = Recipe(tuple(casts), tuple(promoted), with_dtype)
+    return recipe if recipe else None
+
+
+def cast_of_weight(state: AutocastState, device_type: str) -> Cast:
+    """The cast eager autocast would cache for a weight of this device type."""
+    return _cast(Policy.LOWER_PRECISION_FP, state.device(device_type), None)
+
+
+def _cast(policy: Policy, device: DeviceAutocast, limit: str | None) -> Cast:
+    if policy is Policy.FP32:
+        return Cast(_FULL, (), limit)
+    if device.dtype in _LOWER:
+        return Cast(_LOWER[device.dtype], (), limit)
+    return Cast(_SMART.autocast_to_reduced_precision.default, (device.dtype,), limit)
+
+
+def _is_castable(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.layout is torch.strided
+    )
+
+
+def _overload_with_dtype(name: str, node: fx.Node) -> torch._ops.OpOverload | None:
+    for full_name in _WITH_DTYPE.get(name.partition(".")[0], ()):
+        packet, _, overload = full_name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        if name in (packet, full_name) and bind(op, node.args, node.kwargs) is not None:
+            return op
+    return None
+
+
+def bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of a torch-level call by the names of `op`'s schema; None where they do not fit.
+
+    Spells `input` as `self` and drops `_stacklevel`, which `torch.nn.functional` adds.
+    """
+    given = dict(kwargs)
+    if "input" in given:
+        given["self"] = given.pop("input")
+    given.pop("_stacklevel", None)
+    names = [a.name for a in op._schema.arguments]
+    positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    if len(args) > len(positional):
+        return None
+    bound = dict(zip(positional, args, strict=False))
+    if bound.keys() & given.keys() or given.keys() - set(names):
+        return None
+    bound |= given
+    required = [a.name for a in op._schema.arguments if not a.has_default_value()]
+    return bound if all(bound.get(n) is not None for n in required) else None
+
+
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def apply(
+    recipe: Recipe,
+    node: fx.Node,
+    leaf: Callable[[int, fx.Node], Any],
+    call: Call,
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Follow `recipe`: make the casts, and return the (target, args, kwargs) of the call itself.
+
+    Args:
+        leaf: what stands for an argument of the call: its number and node -> a value.
+        call: makes one call: (target, args, kwargs) -> a value. With fake tensors it runs it, with
+            nodes it adds it to the graph.
+    """
+    values = [leaf(i, n) for i, n in enumerate(tensor_arguments(node))]
+    for i, cast in recipe.casts:
+        values[i] = call(cast.op, (values[i], *cast.args), cast.kwargs)
+    for group, device_type in recipe.promoted:
+        limit = {"device_type": device_type} if device_type else {}
+        wide = call(_SMART.promote.default, ([values[i] for i in group],), limit)
+        for position, i in enumerate(group):
+            values[i] = call(operator.getitem, (wide, position), {})
+    remaining: Iterator[Any] = iter(values)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(remaining))
+    if recipe.with_dtype is None:
+        return node.target, args, kwargs
+    bound = bind(recipe.with_dtype, args, kwargs)
+    assert bound is not None  # `build` bound the same call
+    dtype = (bound["self"], bound.get("dtype"))
+    bound["dtype"] = call(_SMART.full_precision_dtype.default, dtype, {})
+    return recipe.with_dtype, (), bound
+
+
+def run(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make one call for real: of a method, where the target is a name, else of a function."""
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)

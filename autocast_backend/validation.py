@@ -1,0 +1,157 @@
+"""Translation validation: does a lowered call do what autocast does?
+
+Both forms of a call are run on fake tensors - the original one under real autocast, the lowered one
+with autocast off - and what happens below autograd is compared. Nothing is trusted: not the policy
+table, not the spelling of an op, not that a composite hides no policy op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._torch import disable_autocast, observing
+from .state import AutocastState
+
+# What a cast becomes below autograd. Casts are counted; where they stand is seen through the dtypes
+# of the other ops. Two casts of one tensor are not one: their gradients add up in another dtype.
+_CASTS = (torch.ops.aten._to_copy.default,)
+# Ops that only rename elements give the same bits before and after a cast, in both directions of
+# autograd, so their dtypes tell nothing. `expand` is not one of them: its backward is a sum.
+_RENAMING = frozenset(
+    "aten::" + op
+    for op in "_unsafe_view alias detach permute squeeze t transpose unsqueeze view".split()
+)
+# Autocast kernels and Python wrappers ask a tensor for its device; that is no computation.
+_IGNORED_NAMESPACES = ("prim",)
+
+Event = tuple[str, tuple[torch.dtype, ...], tuple[torch.dtype, ...], tuple[Any, ...]]
+"""One op below autograd: its name, the dtypes it got and gave, and its other arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What one call did: the result's dtypes and shapes; below autograd each op, and the number of
+    casts."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int | str, ...], ...]
+    events: tuple[Event, ...] = ()
+    casts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A call that raised: its message, for the report."""
+
+    message: str
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _plain_arguments(value: Any) -> tuple[Any, ...]:
+    """The arguments that are plain values; symbols are renamed from one run to the next."""
+    return tuple(v for v in pytree.tree_leaves(value) if isinstance(v, _PLAIN))
+
+
+def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
+    """The dtypes of all tensors in a nest of lists, tuples and dicts, in order."""
+    return tuple(t.dtype for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.casts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        inputs = dtypes_of((args, kwargs))  # before the call: it may change them in place
+        out = func(*args, **kwargs)
+        if func in _CASTS:
+            self.casts += inputs != dtypes_of(out)
+        elif func._schema.name in _RENAMING:
+            self.events.append((str(func), (), (), ()))
+        elif func.namespace not in _IGNORED_NAMESPACES:
+            plain = _plain_arguments((args, kwargs))
+            self.events.append((str(func), inputs, dtypes_of(out), plain))
+        return out
+
+
+def observe(
+    call: Callable[[], Any], state: AutocastState | None, fake_mode: Any, grad: bool
+) -> Observation | Failed:
+    """Run `call` on fake tensors under `state` (None: autocast off) and record what it does.
+
+    A call that raises is an answer too - `linear` on mixed dtypes does, without autocast - so every
+    exception is turned into `Failed`.
+    """
+    recorder = _Recorder()
+    with _conditions(state, fake_mode, grad):
+        try:
+            with recorder:
+                value = call()
+        except Exception as error:
+            return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
+    return Observation(dtypes_of(value), _shapes(value), tuple(recorder.events), recorder.casts)
+
+
+def observed(value: Any) -> Observation:
+    """The cheap observation of a call that already ran: the dtypes and shapes of its result."""
+    return Observation(dtypes_of(value), _shapes(value))
+
+
+def _shapes(value: Any) -> tuple[tuple[int | str, ...], ...]:
+    tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+    return tuple(tuple(n if isinstance(n, int) else "symbol" for n in t.shape) for t in tensors)
+
+
+@contextlib.contextmanager
+def _conditions(state: AutocastState | None, fake_mode: Any, grad: bool) -> Iterator[None]:
+    autocast = disable_autocast() if state is None else state.applied()
+    with observing(fake_mode), torch.set_grad_enabled(grad), autocast:
+        yield
+
+
+def difference(eager: Observation | Failed, ours: Observation | Failed, strict: bool) -> str | None:
+    """Why `ours` is not proved equal to `eager`, in words; None where it is.
+
+    Args:
+        strict: compare the sequences of (op, input dtypes, output dtypes) below autograd and the
+            number of casts as well, not only the dtypes of the results.
+    """
+    if isinstance(eager, Failed):
+        return f"under autocast it cannot run on fake tensors ({eager.message})"
+    if isinstance(ours, Failed):
+        return f"with autocast off it raises {ours.message}"
+    if eager.dtypes != ours.dtypes:
+        return f"autocast gives {_short(eager.dtypes)}, without it {_short(ours.dtypes)}"
+    if eager.shapes != ours.shapes:
+        return f"autocast gives shapes {eager.shapes}, without it {ours.shapes}"
+    if not strict:
+        return None
+    for theirs, mine in zip(eager.events, ours.events, strict=False):
+        if theirs != mine:
+            return f"autocast runs {_event(theirs)}, without it {_event(mine)}"
+    if len(eager.events) != len(ours.events):
+        return f"autocast runs {len(eager.events)} ops, without it {len(ours.events)}"
+    if eager.casts != ours.casts:
+        return f"autocast makes {eager.casts} casts, without it {ours.casts}"
+    return None
+
+
+def _event(event: Event) -> str:
+    op, inputs, outputs, plain = event
+    return f"{op}({_short(inputs)}; {', '.join(map(str, plain))}) -> {_short(outputs)}"
+
+
+def _short(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(d)[6:] for d in dtypes) or "no tensor"

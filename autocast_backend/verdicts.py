@@ -1,0 +1,174 @@
+"""Verdicts of validation, each asked for once.
+
+A verdict depends on what is called, on the metadata of its arguments, on the autocast state and on
+the grad mode, and on nothing else: it is kept by a key that spells these out. Within a process in
+memory; across processes in one file per graph beside torch.compile's own caches, so that a warm
+start does not validate again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch import compile_cache_dir, symbol_key
+from .state import AutocastState
+
+_MEMORY_LIMIT = 1 << 16
+_known: dict[str, Verdict] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of validation for one call.
+
+    Attributes:
+        reason: why the call was not proved equal; None where it was.
+        shares_casts: for a call that was not: whether it may be given the casts of its weights that
+            other calls use too, instead of making its own.
+    """
+
+    reason: str | None = None
+    shares_casts: bool = False
+
+
+def key_of(
+    node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool
+) -> str:
+    """Everything a verdict depends on. Keys that name an object's address are never written to disk
+    (`Verdicts.save`)."""
+    described = _describe(fx.node.map_arg((node.args, node.kwargs), lambda n: _Leaf(n)))
+    devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
+    return f"{_target(node.target)} {described} {recipe} {devices} {grad} {strict}"
+
+
+class Verdicts:
+    """The verdicts of one graph.
+
+    Args:
+        keys: the keys of all calls of the graph that may need a verdict.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = sorted(set(keys))
+        self._unsaved = False
+        if len(_known) > _MEMORY_LIMIT:
+            _known.clear()
+        missing = [k for k in self._keys if k not in _known]
+        self._path = _path(self._keys) if missing else None
+        if self._path is not None:
+            _known.update(_load(self._path))
+
+    def get(self, key: str) -> Verdict | None:
+        """The verdict, if it is known."""
+        return _known.get(key)
+
+    def add(self, key: str, verdict: Verdict) -> None:
+        """Keep a new verdict."""
+        _known[key] = verdict
+        self._unsaved = True
+
+    def save(self) -> None:
+        """Write the verdicts for the next process, if there are new ones and a cache to write to."""
+        if not self._unsaved or self._path is None:
+            return
+        stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
+        rows = {k: [v.reason, v.shares_casts] for k, v in stable.items()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside its final place and renamed, so that a reader never sees half a file.
+        handle, temporary = tempfile.mkstemp(dir=self._path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(rows, file)
+        os.replace(temporary, self._path)
+
+
+def forget() -> None:
+    """Drop the verdicts in memory, as a new process would."""
+    _known.clear()
+
+
+def _load(path: Path) -> dict[str, Verdict]:
+    try:
+        rows = json.loads(path.read_text())
+        return {key: Verdict(reason, shares) for key, (reason, shares) in rows.items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError):  # cut off or edited: validate again and write it anew
+        return {}
+
+
+def _path(keys: list[str]) -> Path | None:
+    folder = compile_cache_dir()
+    if folder is None:
+        return None
+    digest = hashlib.sha256("\n".join([_version(), *keys]).encode()).hexdigest()
+    return Path(folder) / "smart_autocast" / f"{digest[:32]}.json"
+
+
+@functools.cache
+def _version() -> str:
+    """What else a verdict on disk depends on: torch, and the source of this package."""
+    source = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        source.update(path.read_bytes())
+    return f"{torch.__version__} {torch.version.git_version} {source.hexdigest()}"
+
+
+def _is_stable(key: str) -> bool:
+    """Whether a key means the same in another process: no address in it, and only code that comes
+    with torch, which the version names. Other code may change between processes."""
+    target = key.partition(" ")[0]
+    return " at 0x" not in key and target.startswith(("torch.", "aten.", "method:", "_operator."))
+
+
+class _Leaf:
+    """An argument node, described by its example value."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.value = node.meta.get("example_value", node.name)
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, str):
+        return f"method:{target}"
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target)
+    name = getattr(target, "__qualname__", None) or repr(target)
+    module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
+    return f"{module}.{name}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, _Leaf):
+        return _describe(value.value)
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_describe, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice{_describe((value.start, value.stop, value.step))}"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return symbol_key(value)
+    return repr(value)
+
+
+def _describe_tensor(t: torch.Tensor) -> str:
+    strides = t.stride() if t.layout is torch.strided else ()
+    flags = (t.requires_grad, t.is_leaf, t._is_view(), t.is_conj(), t.is_neg(), t.is_inference())
+    marks = "".join("01"[f] for f in flags)
+    return (
+        f"{type(t).__qualname__}({t.dtype},{t.device},{t.layout},"
+        f"{_describe(t.shape)},{_describe(strides)},{marks})"
+    )
