@@ -1,0 +1,145 @@
+"""Which kernels run: finds and loads the native libraries, or says exactly why there are none.
+
+Two libraries can lie beside this file, both built by CMakeLists.txt:
+
+- ``_C.<python tag>.so``: all ops, and the Python module ``autocast_backend._C``;
+- ``libsmart_autocast_cuda.so``: CUDA kernels, loaded only where torch itself has CUDA.
+
+Without the first, the ops are the reference tier (``autocast_backend/ops/reference.py``): plain
+PyTorch, the same results. ``SMART_AUTOCAST_KERNELS=native|triton|reference`` forces a tier.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+TIER_VARIABLE = "SMART_AUTOCAST_KERNELS"
+CUDA_LIBRARY = "libsmart_autocast_cuda.so"
+REBUILD = (
+    "rebuild it with this Python and this torch: `pip install -e . --no-build-isolation --no-deps` "
+    "in the source tree, or reinstall the package"
+)
+
+
+class KernelTierError(RuntimeError):
+    """The kernels asked for are not there; the text says what was found, expected, and to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTier:
+    """The tier in use and the facts behind the choice; ``smart-autocast info`` prints them."""
+
+    name: str
+    """``"native"`` or ``"reference"``."""
+    reason: str
+    """Why this tier and not another."""
+    library: Path | None = None
+    """The native library that was loaded."""
+    build_info: dict[str, str] = field(default_factory=dict)
+    """What the native library was built with: torch, python, compiler, cuda_architectures."""
+    cpu_capability: str | None = None
+    """The instruction set that native CPU kernels use here: AVX512, AVX2 or DEFAULT."""
+    cuda_library: Path | None = None
+    """The CUDA library that was loaded."""
+    cuda_reason: str = "the reference tier uses PyTorch's own CUDA kernels"
+    """Why the CUDA library was loaded, or not."""
+
+
+@functools.cache
+def load() -> KernelTier:
+    """Loads the kernels, once per process.
+
+    Returns:
+        The tier in use. The native tier's ops are registered when this returns; those of the
+        reference tier are not (``autocast_backend.ops`` does that).
+
+    Raises:
+        KernelTierError: ``SMART_AUTOCAST_KERNELS`` names an unknown tier or one that is not there.
+            Without that variable a library that does not load is a warning, and the reference
+            tier is used.
+    """
+    wanted = os.environ.get(TIER_VARIABLE, "")
+    if wanted not in ("", "native", "triton", "reference"):
+        raise KernelTierError(
+            f"{TIER_VARIABLE} must be native, triton or reference, got {wanted!r}; "
+            "unset it to take the best tier there is"
+        )
+    if wanted == "triton":
+        raise KernelTierError(
+            f"{TIER_VARIABLE}=triton: there are no Triton kernels. The smart casts are composite "
+            "ops over aten::to and need none; unset the variable, or use native or reference"
+        )
+    if wanted == "reference":
+        return KernelTier(name="reference", reason=f"{TIER_VARIABLE}=reference")
+
+    folder = Path(__file__).parent
+    library = folder / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    problem = _problem_with(library)
+    if problem is None:
+        cuda_library, cuda_reason = _load_cuda(folder / CUDA_LIBRARY, required=wanted == "native")
+        module = importlib.import_module("autocast_backend._C")
+        return KernelTier(
+            name="native",
+            reason=f"{TIER_VARIABLE}=native" if wanted else "the native library loads",
+            library=library,
+            build_info=module.build_info(),
+            cpu_capability=module.cpu_capability(),
+            cuda_library=cuda_library,
+            cuda_reason=cuda_reason,
+        )
+    if wanted == "native":
+        raise KernelTierError(f"{TIER_VARIABLE}=native: {problem}; {REBUILD}")
+    if any(folder.glob("_C.*.so")):  # A library that is broken, not one that was never built.
+        warnings.warn(
+            f"smart_autocast runs without native kernels: {problem}; {REBUILD}", stacklevel=2
+        )
+    return KernelTier(name="reference", reason=problem)
+
+
+def _problem_with(library: Path) -> str | None:
+    """Loads the native library; returns what is wrong with it, or None."""
+    if not library.is_file():
+        others = ", ".join(sorted(path.name for path in library.parent.glob("_C.*.so")))
+        if others:
+            return (
+                f"the native library is for another Python: found {others}, expected {library.name}"
+            )
+        return (
+            f"there is no native library: expected {library}, which an installation without a "
+            "working C++ compiler leaves out"
+        )
+    try:
+        importlib.import_module("autocast_backend._C")
+    except ImportError as error:
+        return (
+            f"the native library does not load with torch {torch.__version__}: {error}; found "
+            f"{library}, expected one built for torch 2.11 or newer that fits this torch"
+        )
+    return None
+
+
+def _load_cuda(library: Path, *, required: bool) -> tuple[Path | None, str]:
+    """Loads the CUDA library; returns it (None: not loaded) and the reason."""
+    if not library.is_file():
+        return None, "not built (no nvcc was found, or FORCE_CUDA=0)"
+    if not torch.backends.cuda.is_built() or torch.version.cuda is None:
+        return None, f"built, not loaded: torch {torch.__version__} has no CUDA"
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        problem = f"the CUDA library does not load with torch {torch.__version__}: {error}"
+        if required:
+            raise KernelTierError(f"{TIER_VARIABLE}=native: {problem}; {REBUILD}") from error
+        warnings.warn(
+            f"smart_autocast uses PyTorch's CUDA kernels: {problem}; {REBUILD}", stacklevel=3
+        )
+        return None, problem
+    return library, "loaded"

@@ -1,0 +1,36 @@
+"""The ops of ``smart_autocast``: importing this registers them, native where that is possible.
+
+The functions here are the public ones; ``torch.ops.smart_autocast`` has all ops of ``schemas.py``.
+"""
+
+from __future__ import annotations
+
+from autocast_backend import _native
+from autocast_backend.ops import cast, reference, schemas
+
+KERNEL_TIER = _native.load()
+"""The kernels in use, an ``autocast_backend._native.KernelTier``."""
+
+if KERNEL_TIER.name == "native":
+    schemas.check_registered()
+else:
+    _library = reference.register()
+cast.register()
+
+# After the ops exist: these functions look them up when they are imported.
+from autocast_backend.ops.smart_casts import (  # noqa: E402
+    autocast_to_bf16,
+    autocast_to_fp16,
+    autocast_to_full_precision,
+    autocast_to_reduced_precision,
+    promote,
+)
+
+__all__ = [
+    "KERNEL_TIER",
+    "autocast_to_bf16",
+    "autocast_to_fp16",
+    "autocast_to_full_precision",
+    "autocast_to_reduced_precision",
+    "promote",
+]

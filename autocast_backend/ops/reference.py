@@ -1,0 +1,142 @@
+"""The reference tier: every op in plain PyTorch.
+
+It is what runs where no native library does, and what the native kernels are tested against: same
+schemas, same results, same errors. Kernels follow the comments in ``csrc/ops/<op>.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autocast_backend.ops.schemas import SCHEMAS
+
+_SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+
+
+def _fail(op: str, message: str) -> RuntimeError:
+    return RuntimeError(f"smart_autocast::{op}: {message}")
+
+
+def _check_supported(op: str, argument: str, tensor: Tensor) -> None:
+    expected = f"argument '{argument}' must be a dense tensor of real numbers, got"
+    if tensor.layout in _SPARSE:
+        raise _fail(op, f"{expected} a sparse tensor; pass tensor.to_dense(), or cast its values")
+    if tensor.is_quantized:
+        raise _fail(op, f"{expected} a quantized tensor; call tensor.dequantize() first")
+    if tensor.is_complex():
+        raise _fail(op, f"{expected} a complex tensor; cast torch.view_as_real(tensor) instead")
+
+
+def _parse_device_type(op: str, name: str | None) -> str | None:
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.index is not None:
+        raise _fail(
+            op,
+            "argument 'device_type' must be a device type without an index, such as 'cpu' or "
+            f"'cuda', got '{name}'",
+        )
+    return device.type
+
+
+def _is_autocast_dtype(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype != torch.float64
+
+
+def _is_eligible(tensor: Tensor, device_type: str | None) -> bool:
+    return _is_autocast_dtype(tensor.dtype) and device_type in (None, tensor.device.type)
+
+
+def _smart_cast(op: str, tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
+    _check_supported(op, "self", tensor)
+    device_type = _parse_device_type(op, device_type)
+    # Tensor.to returns the tensor itself where the dtype is right already.
+    return tensor.to(dtype) if _is_eligible(tensor, device_type) else tensor
+
+
+def autocast_to_fp16(self: Tensor, *, device_type: str | None = None) -> Tensor:
+    return _smart_cast("autocast_to_fp16", self, torch.float16, device_type)
+
+
+def autocast_to_bf16(self: Tensor, *, device_type: str | None = None) -> Tensor:
+    return _smart_cast("autocast_to_bf16", self, torch.bfloat16, device_type)
+
+
+def autocast_to_reduced_precision(
+    self: Tensor, dtype: torch.dtype, *, device_type: str | None = None
+) -> Tensor:
+    if not _is_autocast_dtype(dtype) or dtype == torch.float32:
+        raise _fail(
+            "autocast_to_reduced_precision",
+            "argument 'dtype' must be a floating dtype narrower than float32, such as "
+            f"torch.float16 or torch.bfloat16, got {dtype}",
+        )
+    return _smart_cast("autocast_to_reduced_precision", self, dtype, device_type)
+
+
+def autocast_to_full_precision(self: Tensor, *, device_type: str | None = None) -> Tensor:
+    return _smart_cast("autocast_to_full_precision", self, torch.float32, device_type)
+
+
+def promote(tensors: list[Tensor], *, device_type: str | None = None) -> list[Tensor]:
+    device_type = _parse_device_type("promote", device_type)
+    for tensor in tensors:
+        _check_supported("promote", "tensors", tensor)
+    dtypes = {tensor.dtype for tensor in tensors if _is_eligible(tensor, device_type)}
+    if len(dtypes) < 2:
+        return list(tensors)
+    return [
+        tensor.to(torch.float32) if _is_eligible(tensor, device_type) else tensor
+        for tensor in tensors
+    ]
+
+
+def full_precision_dtype(
+    self: Tensor, dtype: torch.dtype | None = None, *, device_type: str | None = None
+) -> torch.dtype | None:
+    if dtype is not None:
+        return dtype
+    _check_supported("full_precision_dtype", "self", self)
+    device_type = _parse_device_type("full_precision_dtype", device_type)
+    return torch.float32 if _is_eligible(self, device_type) else None
+
+
+def cast(self: Tensor, dtype: torch.dtype) -> Tensor:
+    return self.to(dtype, copy=True)
+
+
+# FuncTorchBatchedDecomposition is vmap's key: without it vmap refuses every schema with an alias.
+_COMPOSITE = ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition")
+_KERNELS: dict[Callable[..., Any], tuple[str, ...]] = {
+    autocast_to_fp16: _COMPOSITE,
+    autocast_to_bf16: _COMPOSITE,
+    autocast_to_reduced_precision: _COMPOSITE,
+    autocast_to_full_precision: _COMPOSITE,
+    promote: _COMPOSITE,
+    full_precision_dtype: _COMPOSITE,
+    cast: ("CompositeExplicitAutograd",),
+}
+
+
+def register() -> torch.library.Library:
+    """Defines all ops of ``smart_autocast``; they live as long as the returned library."""
+    library = torch.library.Library("smart_autocast", "DEF")
+    for kernel, dispatch_keys in _KERNELS.items():
+        library.define(kernel.__name__ + SCHEMAS[kernel.__name__])
+        for key in dispatch_keys:
+            library.impl(kernel.__name__, kernel, key)
+    return library

@@ -1,0 +1,42 @@
+"""The ops that must be registered, and a check that a native library has exactly these.
+
+The maths and the dtype contract of each are the comment at its schema in ``csrc/ops/<op>.cpp``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autocast_backend._native import REBUILD, KernelTierError
+
+SCHEMAS: dict[str, str] = {
+    "autocast_to_fp16": "(Tensor(a) self, *, str? device_type=None) -> Tensor(a)",
+    "autocast_to_bf16": "(Tensor(a) self, *, str? device_type=None) -> Tensor(a)",
+    "autocast_to_reduced_precision": (
+        "(Tensor(a) self, ScalarType dtype, *, str? device_type=None) -> Tensor(a)"
+    ),
+    "autocast_to_full_precision": "(Tensor(a) self, *, str? device_type=None) -> Tensor(a)",
+    "promote": "(Tensor(a)[] tensors, *, str? device_type=None) -> Tensor(a)[]",
+    "full_precision_dtype": (
+        "(Tensor self, ScalarType? dtype=None, *, str? device_type=None) -> ScalarType?"
+    ),
+    "cast": "(Tensor self, ScalarType dtype) -> Tensor",
+}
+
+
+def check_registered() -> None:
+    """Compares what is registered with SCHEMAS.
+
+    Raises:
+        KernelTierError: an op is missing or has another schema: the native library was built from
+            other sources than this Python code (an editable install after an update, mostly).
+    """
+    for name, schema in SCHEMAS.items():
+        expected = f"smart_autocast::{name}{schema}"
+        packet = getattr(torch.ops.smart_autocast, name, None)
+        found = "no such op" if packet is None else str(packet.default._schema)
+        if found != expected:
+            raise KernelTierError(
+                f"the native library is not of this version of the sources: expected {expected}, "
+                f"found {found}; {REBUILD}"
+            )

@@ -1,0 +1,51 @@
+// The Python module autocast_backend._C: facts about this build and this machine, for the host
+// side only. The ops are in the same library and register themselves when it is loaded.
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return "Clang " __clang_version__;
+#else
+  return "GCC " __VERSION__;
+#endif
+}
+
+// The widest instruction set of this CPU that the kernels know, in ATen's spelling. Kernels choose
+// by this at run time; nothing in this library is compiled for more than the baseline.
+std::string cpu_capability() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return "AVX512";
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return "AVX2";
+  }
+#endif
+  return "DEFAULT";
+}
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["torch"] = SMART_AUTOCAST_TORCH_VERSION;
+  info["python"] = PY_VERSION;
+  info["compiler"] = compiler();
+  info["cuda_architectures"] = SMART_AUTOCAST_CUDA_ARCHITECTURES;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &build_info,
+        "What this library was built with: torch, python, compiler, cuda_architectures (each a "
+        "str; the last is 'none' where the CUDA library was not built).");
+  m.def("cpu_capability", &cpu_capability,
+        "The instruction set of this CPU that kernels use: 'AVX512', 'AVX2' or 'DEFAULT'.");
+}

@@ -1,0 +1,135 @@
+// The one rule that every smart cast follows, here once.
+//
+// PyTorch's autocast casts a tensor (`cached_cast` in ATen/autocast_mode.h) if and only if it is
+// floating point, is not float64, lives on the region's device type, and does not have the target
+// dtype yet. Everything else goes through untouched: a smart cast returns its argument itself.
+//
+// Smart casts are CompositeImplicitAutograd: they call aten::to and nothing else, so gradients,
+// AOTAutograd's traces, functionalization and meta tensors are PyTorch's own.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace smart_autocast {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// std::runtime_error becomes Python's RuntimeError. STD_TORCH_CHECK would put this file's path and
+// line before the text; the user needs the op and the argument instead.
+[[noreturn]] inline void fail(const char* op, const std::string& message) {
+  throw std::runtime_error("smart_autocast::" + std::string(op) + ": " + message);
+}
+
+// The device type an op was asked to act on; empty: each tensor's own.
+inline std::optional<int32_t> parse_device_type(const char* op,
+                                                const std::optional<std::string>& name) {
+  if (!name.has_value()) {
+    return std::nullopt;
+  }
+  uint32_t type = 0;
+  int32_t index = -1;
+  if (torch_parse_device_string(name->c_str(), &type, &index) != 0 || index != -1) {
+    fail(op,
+         "argument 'device_type' must be a device type without an index, such as 'cpu' or "
+         "'cuda', got '" +
+             *name + "'");
+  }
+  return static_cast<int32_t>(type);
+}
+
+inline bool is_sparse(int32_t layout) {
+  return layout == aoti_torch_layout_sparse_coo() || layout == aoti_torch_layout_sparse_csr() ||
+         layout == aoti_torch_layout_sparse_csc() || layout == aoti_torch_layout_sparse_bsr() ||
+         layout == aoti_torch_layout_sparse_bsc();
+}
+
+// Tensors whose values a cast would not simply round: no policy covers them, so say so early.
+inline void check_supported(const char* op, const char* argument, const Tensor& tensor) {
+  const std::string expected =
+      std::string("argument '") + argument + "' must be a dense tensor of real numbers, got ";
+
+  int32_t layout = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  if (is_sparse(layout)) {
+    fail(op, expected + "a sparse tensor; pass tensor.to_dense(), or cast its values");
+  }
+
+  // Quantized dtypes have no name in the stable ABI (`scalar_type()` throws without saying which
+  // tensor), so their numbers are compared; these have not changed since PyTorch 1.3.
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  if (torch::headeronly::isQIntType(static_cast<ScalarType>(dtype))) {
+    fail(op, expected + "a quantized tensor; call tensor.dequantize() first");
+  }
+
+  switch (tensor.scalar_type()) {
+    case ScalarType::ComplexHalf:
+    case ScalarType::ComplexFloat:
+    case ScalarType::ComplexDouble:
+      fail(op, expected + "a complex tensor; cast torch.view_as_real(tensor) instead");
+    default:
+      return;
+  }
+}
+
+// Floating dtypes that fit in 32 bits: all that autocast ever casts from.
+inline bool is_autocast_dtype(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+    case ScalarType::Float8_e5m2:
+    case ScalarType::Float8_e4m3fn:
+    case ScalarType::Float8_e5m2fnuz:
+    case ScalarType::Float8_e4m3fnuz:
+    case ScalarType::Float8_e8m0fnu:
+    case ScalarType::Float4_e2m1fn_x2:
+      return true;
+    default:
+      return false;
+  }
+}
+
+inline bool is_eligible(const Tensor& tensor, const std::optional<int32_t>& device_type) {
+  if (!is_autocast_dtype(tensor.scalar_type())) {
+    return false;
+  }
+  if (!device_type.has_value()) {
+    return true;
+  }
+  int32_t own = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &own));
+  return own == *device_type;
+}
+
+// The rule itself, for an op that takes one tensor named `self`.
+inline Tensor smart_cast(const char* op, const Tensor& self, ScalarType target,
+                         const std::optional<std::string>& device_type) {
+  check_supported(op, "self", self);
+  const auto device = parse_device_type(op, device_type);
+  if (!is_eligible(self, device) || self.scalar_type() == target) {
+    return self;
+  }
+  return torch::stable::to(self, target);
+}
+
+}  // namespace smart_autocast
+
+// Registers a smart cast under the keys it needs. FuncTorchBatchedDecomposition is vmap's: without
+// it vmap refuses every schema with an alias in it; with it vmap runs the same composite function.
+#define SMART_AUTOCAST_COMPOSITE_OP(name, function)                             \
+  STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CompositeImplicitAutograd, m) {     \
+    m.impl(name, TORCH_BOX(&function));                                         \
+  }                                                                             \
+  STABLE_TORCH_LIBRARY_IMPL(smart_autocast, FuncTorchBatchedDecomposition, m) { \
+    m.impl(name, TORCH_BOX(&function));                                         \
+  }
