@@ -101,7 +101,7 @@ def load() -> KernelTier:
         warnings.warn(
             f"smart_autocast runs without native kernels: {problem}; {REBUILD}", stacklevel=2
         )
-    return KernelTier(name="reference", reason=problem)
+    return KernelTier(name="reference", reason=f"{problem}; {REBUILD}")
 
 
 def _problem_with(library: Path) -> str | None:

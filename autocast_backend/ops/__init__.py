@@ -5,8 +5,8 @@ The functions here are the public ones; ``torch.ops.smart_autocast`` has all ops
 
 from __future__ import annotations
 
-from autocast_backend import _native
-from autocast_backend.ops import cast, reference, schemas
+from .. import _native
+from . import cast, reference, schemas
 
 KERNEL_TIER = _native.load()
 """The kernels in use, an ``autocast_backend._native.KernelTier``."""
@@ -18,7 +18,7 @@ else:
 cast.register()
 
 # After the ops exist: these functions look them up when they are imported.
-from autocast_backend.ops.smart_casts import (  # noqa: E402
+from .smart_casts import (  # noqa: E402
     autocast_to_bf16,
     autocast_to_fp16,
     autocast_to_full_precision,

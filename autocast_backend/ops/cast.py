@@ -1,7 +1,8 @@
 """``smart_autocast::cast`` for the compiler: its fake, autograd and vmap registrations.
 
 The op itself is in ``csrc/ops/cast.cpp`` (or ``reference.py``). The smart casts need nothing of the
-kind: they are composite.
+kind: they are composite. ``torch.func.grad`` takes no op that is registered this way (a limit of
+``torch.library``, 2.13); ``vmap`` and ordinary autograd do.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocast_backend.ops.schemas import SCHEMAS
+from .schemas import SCHEMAS
 
 _SPARSE = (
     torch.sparse_coo,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from autocast_backend._native import REBUILD, KernelTierError
+from .._native import REBUILD, KernelTierError
 
 SCHEMAS: dict[str, str] = {
     "autocast_to_fp16": "(Tensor(a) self, *, str? device_type=None) -> Tensor(a)",
