@@ -48,6 +48,7 @@ from .state import AutocastState
 from .validation import Failed, Observation, difference, observe, observed
 from .verdicts import Verdict, Verdicts, key_of
 
+
 @dataclass(frozen=True)
 class Context:
     """What a pass needs to know besides the graph.
@@ -73,8 +74,8 @@ class _Candidate:
     grad: bool
     recipe: Recipe | None = None
     key: str = ""
-    refused: str | None = None  # bracketed without asking: why
-    shares_casts: bool = False
+    refused: str | None = None  # why it is bracketed
+    shared: tuple[int, ...] = ()  # numbers of arguments whose cast is shared
 
 
 @dataclass
@@ -162,6 +163,8 @@ def _touches_tensors(node: fx.Node) -> bool:
 def _judge(candidates: list[_Candidate], fake_mode: Any, context: Context) -> None:
     """Ask validation about every candidate, the same question once."""
     if context.validate == "off":
+        for c in candidates:
+            c.shared = _shared_by_name(c)
         return
     strict = context.validate == "strict"
     asked = [c for c in candidates if c.refused is None]
@@ -174,7 +177,7 @@ def _judge(candidates: list[_Candidate], fake_mode: Any, context: Context) -> No
             verdict = _validate(c, fake_mode, strict)
             verdicts.add(c.key, verdict)
             context.report.checked += 1
-        c.refused, c.shares_casts = verdict.reason, verdict.shares_casts
+        c.refused, c.shared = verdict.reason, verdict.shared
     verdicts.save()
 
 
@@ -188,17 +191,39 @@ def _validate(c: _Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return observe(lambda: _follow(c.node, recipe), state, fake_mode, c.grad)
 
     ours = observe(lambda: _follow(c.node, c.recipe or Recipe()), None, fake_mode, c.grad)
-    # Dynamo ran the call under autocast when it traced: its example value is eager's answer.
-    reason = difference(observed(c.node.meta.get("example_value")), ours, strict=False)
-    if strict and reason is None:
-        reason = difference(under_autocast(Recipe()), ours, strict=True)
-    if reason is None:
-        return Verdict()
-    shared = Recipe(tuple(_weight_casts(c.node, state)))
-    if not shared:
+    # Dynamo ran the call under autocast when it traced: its example value is eager's answer. Later
+    # calls may have changed the value's shape in place, never its dtype.
+    reason = difference(observed(c.node.meta.get("example_value")), ours, level="dtypes")
+    if reason is None and not strict:
+        return Verdict(None, _shared_by_name(c))
+    eager = under_autocast(Recipe())
+    reason = reason or difference(eager, ours, level="ops")
+    if isinstance(eager, Failed):
         return Verdict(reason)
-    given = difference(under_autocast(Recipe()), under_autocast(shared), strict=True)
-    return Verdict(reason, shares_casts=given is None)
+    shared = tuple(
+        i
+        for i, n in enumerate(tensor_arguments(c.node))
+        if is_weight(n, state) and id(n.meta["example_value"]) in eager.cast_ids
+    )
+    if reason is not None and difference(eager, under_autocast(_casts_of(c, shared)), "ops"):
+        return Verdict(reason)
+    return Verdict(reason, shared)
+
+
+def _shared_by_name(c: _Candidate) -> tuple[int, ...]:
+    """The casts that are shared, where nobody looks what eager does: those of weights that are
+    arguments of a policy op itself, not of a composite."""
+    if c.recipe is None or not c.recipe.direct:
+        return ()
+    arguments = tensor_arguments(c.node)
+    return tuple(i for i, _ in c.recipe.casts if is_weight(arguments[i], c.placement.state))
+
+
+def _casts_of(c: _Candidate, numbers: tuple[int, ...]) -> Recipe:
+    """Eager autocast's casts of some weights among the arguments, and nothing else."""
+    state, arguments = c.placement.state, tensor_arguments(c.node)
+    device_types = ((i, arguments[i].meta["example_value"].device.type) for i in numbers)
+    return Recipe(tuple((i, recipes.cast_of_weight(state, d)) for i, d in device_types))
 
 
 def _follow(node: fx.Node, recipe: Recipe) -> Any:
@@ -240,13 +265,6 @@ def _replicas() -> Callable[[Any], Any]:
     return copy
 
 
-def _weight_casts(node: fx.Node, state: AutocastState) -> Iterator[tuple[int, recipes.Cast]]:
-    for i, argument in enumerate(tensor_arguments(node)):
-        if is_weight(argument, state):
-            device_type = argument.meta["example_value"].device.type
-            yield i, recipes.cast_of_weight(state, device_type)
-
-
 def is_weight(node: fx.Node, state: AutocastState) -> bool:
     """Whether eager autocast would cache the lower-precision cast of this value: a float32 leaf that
     requires grad and is no view, of a device type that is switched on (`at::autocast::cached_cast`)."""
@@ -280,7 +298,10 @@ class _Writer:
     def write(self) -> None:
         for c in self.plan.candidates:
             if c.refused is not None:
-                self._share_casts(c)
+                # The weight casts that other calls read too: in eager they come from the cache.
+                arguments = tensor_arguments(c.node)
+                read_elsewhere = tuple(i for i in c.shared if len(arguments[i].users) > 1)
+                self._rewrite(c, _casts_of(c, read_elsewhere))
                 self.report.bracketed.append(_bracketed(c))
             elif c.recipe:
                 self._rewrite(c, c.recipe)
@@ -294,35 +315,27 @@ class _Writer:
         self.module.recompile()
 
     def _rewrite(self, c: _Candidate, recipe: Recipe) -> None:
+        if not recipe:
+            return
         node = c.node
         with self.graph.inserting_before(node):
-            target, args, kwargs = recipes.apply(recipe, node, lambda _, n: n, self._call_for(c))
+            target, args, kwargs = recipes.apply(recipe, node, lambda _, n: n, self._caller(c))
         if target is not node.target:
             node.op, node.target = "call_function", target
         node.args, node.kwargs = args, kwargs
 
-    def _share_casts(self, c: _Candidate) -> None:
-        """Give a bracketed call the casts of weights that other calls read too, where validation
-        found that it would make the same ones: as in eager, their gradients then add up in one place."""
-        shared = Recipe(
-            tuple(
-                (i, cast)
-                for i, cast in _weight_casts(c.node, c.placement.state)
-                if c.shares_casts and len(tensor_arguments(c.node)[i].users) > 1
-            )
-        )
-        if shared:
-            self._rewrite(c, shared)
+    def _caller(self, c: _Candidate) -> recipes.Call:
+        """Adds calls to the graph; the cast of a shared weight only where it is not there yet."""
+        arguments = tensor_arguments(c.node)
+        shared = {arguments[i] for i in c.shared}
 
-    def _call_for(self, c: _Candidate) -> recipes.Call:
         def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-            source = args[0]
-            if not isinstance(source, fx.Node) or not is_weight(source, c.placement.state):
+            if not isinstance(args[0], fx.Node) or args[0] not in shared:
                 return self._add(c, target, args, kwargs)
-            shared = (source, target, args[1:], c.placement.scope, c.grad)
-            if shared not in self.weight_casts:
-                self.weight_casts[shared] = self._add(c, target, args, kwargs)
-            return self.weight_casts[shared]
+            key = (args[0], target, args[1:], c.placement.scope, c.grad)
+            if key not in self.weight_casts:
+                self.weight_casts[key] = self._add(c, target, args, kwargs)
+            return self.weight_casts[key]
 
         return call
 

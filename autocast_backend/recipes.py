@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
-from .policies import Policy, find_policy, op_name
+from .policies import COMPOSITES, Policy, find_policy, op_name
 from .state import AutocastState, DeviceAutocast
 
 _SMART = torch.ops.smart_autocast
@@ -61,11 +61,14 @@ class Recipe:
         promoted: groups of arguments that pass through `promote` together, each with the device
             type it is limited to.
         with_dtype: the overload to call instead, with `full_precision_dtype` of its first argument.
+        direct: whether the policy op gets the arguments themselves. A composite may give it a view
+            instead, whose cast eager autocast does not cache.
     """
 
     casts: tuple[tuple[int, Cast], ...] = ()
     promoted: tuple[tuple[tuple[int, ...], str | None], ...] = ()
     with_dtype: torch._ops.OpOverload | None = None
+    direct: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.casts or self.promoted or self.with_dtype)
@@ -106,7 +109,8 @@ def build(node: fx.Node, state: AutocastState) -> Recipe | None:
             promoted.append((mine, limit))
         elif policy is Policy.FP32_SET_OPT_DTYPE:
             with_dtype = _overload_with_dtype(name, node)
-    recipe = Recipe(tuple(casts), tuple(promoted), with_dtype)
+    direct = not any(name in COMPOSITES.get(d.device_type, {}) for d in state.enabled_devices)
+    recipe = Recipe(tuple(casts), tuple(promoted), with_dtype, direct)
     return recipe if recipe else None
 
 

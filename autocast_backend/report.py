@@ -25,7 +25,9 @@ class Bracketed:
     line: str = ""
 
     def __str__(self) -> str:
-        return f"{self.node} = {self.call}: {self.reason}" + (f" [{self.line}]" if self.line else "")
+        return f"{self.node} = {self.call}: {self.reason}" + (
+            f" [{self.line}]" if self.line else ""
+        )
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -37,13 +37,20 @@ Event = tuple[str, tuple[torch.dtype, ...], tuple[torch.dtype, ...], tuple[Any, 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What one call did: the result's dtypes and shapes; below autograd each op, and the number of
-    casts."""
+    """What one call did.
+
+    Attributes:
+        dtypes, shapes: of the result's tensors.
+        events: the ops below autograd, in order.
+        casts: how many casts it made.
+        cast_ids: `id` of every tensor that a cast was given.
+    """
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int | str, ...], ...]
     events: tuple[Event, ...] = ()
     casts: int = 0
+    cast_ids: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +78,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.casts = 0
+        self.cast_ids: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -78,6 +86,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func in _CASTS:
             self.casts += inputs != dtypes_of(out)
+            self.cast_ids.add(id(args[0]))
         elif func._schema.name in _RENAMING:
             self.events.append((str(func), (), (), ()))
         elif func.namespace not in _IGNORED_NAMESPACES:
@@ -91,8 +100,8 @@ def observe(
 ) -> Observation | Failed:
     """Run `call` on fake tensors under `state` (None: autocast off) and record what it does.
 
-    A call that raises is an answer too - `linear` on mixed dtypes does, without autocast - so every
-    exception is turned into `Failed`.
+    A call that raises is an answer too - some ops refuse mixed dtypes, which autocast spares them -
+    so every exception is turned into `Failed`.
     """
     recorder = _Recorder()
     with _conditions(state, fake_mode, grad):
@@ -101,7 +110,8 @@ def observe(
                 value = call()
         except Exception as error:
             return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
-    return Observation(dtypes_of(value), _shapes(value), tuple(recorder.events), recorder.casts)
+    events, cast_ids = tuple(recorder.events), frozenset(recorder.cast_ids)
+    return Observation(dtypes_of(value), _shapes(value), events, recorder.casts, cast_ids)
 
 
 def observed(value: Any) -> Observation:
@@ -121,12 +131,14 @@ def _conditions(state: AutocastState | None, fake_mode: Any, grad: bool) -> Iter
         yield
 
 
-def difference(eager: Observation | Failed, ours: Observation | Failed, strict: bool) -> str | None:
+def difference(
+    eager: Observation | Failed, ours: Observation | Failed, level: Literal["dtypes", "ops"]
+) -> str | None:
     """Why `ours` is not proved equal to `eager`, in words; None where it is.
 
     Args:
-        strict: compare the sequences of (op, input dtypes, output dtypes) below autograd and the
-            number of casts as well, not only the dtypes of the results.
+        level: "dtypes" compares the dtypes of the results; "ops" compares their shapes, the sequence
+            of (op, input dtypes, output dtypes) below autograd and the number of casts as well.
     """
     if isinstance(eager, Failed):
         return f"under autocast it cannot run on fake tensors ({eager.message})"
@@ -134,10 +146,10 @@ def difference(eager: Observation | Failed, ours: Observation | Failed, strict: 
         return f"with autocast off it raises {ours.message}"
     if eager.dtypes != ours.dtypes:
         return f"autocast gives {_short(eager.dtypes)}, without it {_short(ours.dtypes)}"
+    if level == "dtypes":
+        return None
     if eager.shapes != ours.shapes:
         return f"autocast gives shapes {eager.shapes}, without it {ours.shapes}"
-    if not strict:
-        return None
     for theirs, mine in zip(eager.events, ours.events, strict=False):
         if theirs != mine:
             return f"autocast runs {_event(theirs)}, without it {_event(mine)}"

@@ -34,22 +34,21 @@ class Verdict:
 
     Attributes:
         reason: why the call was not proved equal; None where it was.
-        shares_casts: for a call that was not: whether it may be given the casts of its weights that
-            other calls use too, instead of making its own.
+        shared: numbers of the arguments whose casts eager autocast keeps in its cache, and which so
+            come from one cast that other calls read too.
     """
 
     reason: str | None = None
-    shares_casts: bool = False
+    shared: tuple[int, ...] = ()
 
 
-def key_of(
-    node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool
-) -> str:
+def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
     """Everything a verdict depends on. Keys that name an object's address are never written to disk
     (`Verdicts.save`)."""
     described = _describe(fx.node.map_arg((node.args, node.kwargs), lambda n: _Leaf(n)))
     devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
-    return f"{_target(node.target)} {described} {recipe} {devices} {grad} {strict}"
+    flags = (state.cache_enabled, grad, strict)
+    return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
 
 
 class Verdicts:
@@ -83,7 +82,7 @@ class Verdicts:
         if not self._unsaved or self._path is None:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
-        rows = {k: [v.reason, v.shares_casts] for k, v in stable.items()}
+        rows = {k: [v.reason, v.shared] for k, v in stable.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its final place and renamed, so that a reader never sees half a file.
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
@@ -100,7 +99,7 @@ def forget() -> None:
 def _load(path: Path) -> dict[str, Verdict]:
     try:
         rows = json.loads(path.read_text())
-        return {key: Verdict(reason, shares) for key, (reason, shares) in rows.items()}
+        return {key: Verdict(reason, tuple(shared)) for key, (reason, shared) in rows.items()}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError):  # cut off or edited: validate again and write it anew

@@ -1,0 +1,135 @@
+"""Translation validation: it must see every way in which a lowered call could differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+
+from autocast_backend import AutocastState, lowering, recipes, verdicts
+from autocast_backend.policies import Policy
+from autocast_backend.validation import Failed, difference, observe, observed
+from tests.support import BF16, graph_of, lower_with_report
+
+STATE = AutocastState.of(BF16)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_verdicts() -> None:
+    verdicts.forget()
+
+
+@pytest.fixture
+def fake_mode() -> Any:
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+def why(eager: Any, ours: Any, mode: Any, level: Any = "ops") -> str | None:
+    return difference(observe(eager, STATE, mode, True), observe(ours, None, mode, True), level)
+
+
+def test_equal_calls_have_no_difference(fake_mode: Any) -> None:
+    x = torch.empty(4, 4)
+    assert why(lambda: x @ x, lambda: x.bfloat16() @ x.bfloat16(), fake_mode) is None
+
+
+def test_a_result_of_another_dtype_is_seen(fake_mode: Any) -> None:
+    x = torch.empty(4, 4)
+    reason = why(lambda: x @ x, lambda: x @ x, fake_mode, "dtypes")
+    assert reason == "autocast gives bfloat16, without it float32"
+
+
+def test_an_op_that_computes_in_another_dtype_is_seen_behind_an_equal_result(
+    fake_mode: Any,
+) -> None:
+    x = torch.empty(4, 4)
+    eager, ours = lambda: (x @ x).float(), lambda: (x @ x).float()
+    assert why(eager, ours, fake_mode, "dtypes") is None
+    assert "aten.mm.default(bfloat16, bfloat16" in str(why(eager, ours, fake_mode))
+
+
+def test_another_op_another_argument_or_another_shape_is_seen(fake_mode: Any) -> None:
+    x = torch.empty(4, 8)
+    assert "aten.sin" in str(why(lambda: x.cos(), lambda: x.sin(), fake_mode))
+    assert why(lambda: x.sum(0), lambda: x.sum(0, keepdim=True), fake_mode) is not None
+    assert why(lambda: x.cumsum(0), lambda: x.cumsum(1), fake_mode) is not None
+    assert why(lambda: x.cos().cos(), lambda: x.cos(), fake_mode) is not None
+
+
+def test_one_cast_is_not_two(fake_mode: Any) -> None:
+    """Two casts of one tensor add their gradients in float32, one cast in bfloat16."""
+    x = torch.empty(4, 4)
+
+    def once() -> torch.Tensor:
+        y = x.bfloat16()
+        return y @ y
+
+    assert why(lambda: x @ x, once, fake_mode) == "autocast makes 2 casts, without it 1"
+
+
+def test_an_expand_before_or_after_the_cast_is_seen(fake_mode: Any) -> None:
+    """Its backward is a sum, which rounds; a transpose only renames elements."""
+    x = torch.empty(1, 4)
+    eager = lambda: x.expand(4, 4) @ torch.ones(4, 4)  # noqa: E731
+    assert why(eager, lambda: x.bfloat16().expand(4, 4) @ torch.ones(4, 4).bfloat16(), fake_mode)
+    eager = lambda: x.t() @ x  # noqa: E731
+    assert why(eager, lambda: x.bfloat16().t() @ x.bfloat16(), fake_mode) is None
+
+
+def test_a_call_that_raises_is_an_answer(fake_mode: Any) -> None:
+    x = torch.empty(4, 4)
+    outcome = observe(lambda: x @ torch.empty(3, 3), None, fake_mode, True)
+    assert isinstance(outcome, Failed)
+    assert "RuntimeError" in outcome.message
+    assert difference(observed(x), outcome, "dtypes")
+
+
+def test_observing_leaves_the_fake_mode_and_the_state_alone(fake_mode: Any) -> None:
+    before = AutocastState.current()
+    x = torch.empty(4)
+    observe(lambda: x.nonzero(), STATE, fake_mode, True)
+    observe(lambda: 1 / 0, STATE, fake_mode, False)
+    assert AutocastState.current() == before
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("validate", ["strict", "dtype", "off"])
+def test_a_wrong_policy_is_caught(
+    monkeypatch: pytest.MonkeyPatch, fake_mode: Any, validate: str
+) -> None:
+    """The table claims that autocast runs `mm` in float32: both checks bracket it, "off" believes it."""
+    monkeypatch.setattr(recipes, "find_policy", lambda *_: Policy.FP32)
+    x = torch.empty(4, 4)
+    report = lower_with_report(graph_of(torch.mm, (x, x), {}, STATE), STATE, validate)
+    assert [b.call for b in report.bracketed] == ([] if validate == "off" else ["mm"])
+
+
+@pytest.mark.parametrize("validate", ["strict", "dtype"])
+def test_a_missing_policy_is_caught(
+    monkeypatch: pytest.MonkeyPatch, fake_mode: Any, validate: str
+) -> None:
+    monkeypatch.setattr(recipes, "find_policy", lambda *_: None)
+    half, full = torch.empty(4, 4, dtype=torch.bfloat16), torch.empty(4, 4)
+    report = lower_with_report(graph_of(torch.mm, (full, full), {}, STATE), STATE, validate)
+    assert len(report.bracketed) == 1
+    # The result's dtype tells nothing here: only the strict check sees what is computed inside.
+    module = graph_of(F.smooth_l1_loss, (half, full), {}, STATE)
+    report = lower_with_report(module, STATE, validate)
+    assert len(report.bracketed) == (1 if validate == "strict" else 0)
+
+
+def test_equal_questions_are_asked_once(monkeypatch: pytest.MonkeyPatch, fake_mode: Any) -> None:
+    asked = []
+    real = lowering.observe
+    monkeypatch.setattr(lowering, "observe", lambda *a: asked.append(1) or real(*a))
+    x = torch.empty(4, 4)
+    for _ in range(3):
+        lower_with_report(graph_of(torch.mm, (x, x), {}, STATE), STATE)
+    once = len(asked)
+    assert once > 0
+    lower_with_report(graph_of(torch.mm, (x.half(), x.half()), {}, STATE), STATE)
+    assert len(asked) == 2 * once
