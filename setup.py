@@ -28,18 +28,22 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
 from setuptools import Extension, build_meta, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "autocast_backend"
-OLDEST_TORCH = Version("2.11")
-OLDEST_CMAKE = Version("3.22")  # cmake_minimum_required in CMakeLists.txt
+OLDEST_TORCH = "2.11"
+OLDEST_CMAKE = "3.22"  # cmake_minimum_required in CMakeLists.txt
 CUDA_ARCHITECTURES = "8.0;9.0+PTX"
 
 
-def find_torch() -> tuple[Path, Version] | None:
+def release(version: str) -> tuple[int, ...]:
+    """(2, 11) of "2.11.0+cu130". A build that imports `packaging` would need it installed first."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def find_torch() -> tuple[Path, str] | None:
     """The torch to build against, with its version: the one `import` finds, else the one in the
     environment of this interpreter; None where there is none that is new enough."""
     folders = [*sys.path, *site.getsitepackages()]
@@ -49,8 +53,8 @@ def find_torch() -> tuple[Path, Version] | None:
         torch = Path(folder or ".") / "torch"
         if (torch / "version.py").is_file() and (torch / "include/torch/csrc/stable").is_dir():
             found = re.search(r"__version__ = '(.+?)'", (torch / "version.py").read_text())
-            if found and Version(found[1]).release >= OLDEST_TORCH.release:
-                return torch, Version(found[1])
+            if found and release(found[1]) >= release(OLDEST_TORCH):
+                return torch, found[1]
     return None
 
 
@@ -62,9 +66,8 @@ def find_tool(name: str) -> str | None:
         if program is None:
             continue
         result = subprocess.run([program, "--version"], capture_output=True, text=True)
-        version = re.search(r"\d+\.\d+", result.stdout)
-        oldest = OLDEST_CMAKE if name == "cmake" else Version("0")
-        if result.returncode == 0 and version and Version(version[0]) >= oldest:
+        oldest = OLDEST_CMAKE if name == "cmake" else "0"
+        if result.returncode == 0 and release(result.stdout) >= release(oldest):
             return program
     return None
 
