@@ -20,6 +20,7 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -148,7 +149,7 @@ class CMakeBuild(build_ext):
         if cmake is None or ninja is None or torch is None:
             sys.exit(
                 f"to build the native kernels, this environment lacks {', '.join(missing)}; "
-                f"pip install {' '.join(missing)}, or build without --no-build-isolation"
+                f"`pip install {shlex.join(missing)}`, or build without --no-build-isolation"
             )
         folder, version = torch
         options = [
