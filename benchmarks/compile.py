@@ -1,0 +1,172 @@
+"""What our compiling costs against stock's: first steps, lowering time, microseconds per call."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks import call_cost, first_step, lowering
+from benchmarks.answer import Answer, table, text_table
+from benchmarks.first_step_worker import Case
+from benchmarks.harness import percentile
+from benchmarks.models import FORMS, MODELS
+
+PARTS = ("first-step", "lowering", "calls")
+OUR_PASSES = ("regions", "validation", "lowering")
+SHARE_LIMIT, AMBIENT_LIMIT_US, EXPONENT_LIMIT = 0.05, 5.0, 1.1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
+    parse = argparse.ArgumentParser(prog="python -m benchmarks compile", description=__doc__)
+    parse.add_argument("--quick", action="store_true", help="a small MLP, few rounds: 2 minutes")
+    parse.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
+    parse.add_argument("--models", nargs="+", choices=MODELS, help="default: all; quick: mlp")
+    parse.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parse.add_argument("--layers", type=int, help="of each model (default 4; quick: 2)")
+    parse.add_argument("--rounds", type=int, default=1, help="cold first steps of each backend")
+    parse.add_argument("--warm-rounds", type=int, help="warm ones (default 3; quick: 1)")
+    parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
+    parse.add_argument("--out", type=Path, help="folder for compile.json (default: by machine)")
+    return parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
+    flags = parser().parse_args(arguments)
+    flags.models = flags.models or (["mlp"] if flags.quick else list(MODELS))
+    flags.layers = flags.layers or (2 if flags.quick else 4)
+    flags.warm_rounds = flags.warm_rounds or (1 if flags.quick else 3)
+    settings = {name: value for name, value in vars(flags).items() if name != "out"}
+    answer = Answer(question="compile", settings=settings, device=flags.device)
+    # Calls first: their microseconds suffer most from a machine that compiling has made hot.
+    if "calls" in flags.only:
+        _calls(flags, answer)
+    if "lowering" in flags.only:
+        _lowering(flags, answer)
+    if "first-step" in flags.only:
+        _first_steps(flags, answer)
+    print("\n" + answer.targets_table())
+    print(f"\nwritten to {answer.save(flags.out)}")
+    return 0
+
+
+def _first_steps(flags: argparse.Namespace, answer: Answer) -> None:
+    dtype = "bfloat16"
+    for model, form in itertools.product(flags.models, flags.forms):
+        case = Case(
+            model=model,
+            form=form,
+            layers=flags.layers,
+            device=flags.device,
+            dtype=dtype,
+            backend="",
+        )
+        with tempfile.TemporaryDirectory() as scratch:
+            phases = first_step.measure(
+                case,
+                rounds=flags.rounds,
+                warm_rounds=flags.warm_rounds,
+                seed=flags.seed,
+                scratch=Path(scratch),
+            )
+        for name, phase in phases.items():
+            title = f"{name} first step, {model}, {form}"
+            records = {who: [asdict(one) for one in some] for who, some in phase.records.items()}
+            answer.add(title, phase.rows, records=records)
+            print(f"\n{title}\n{table(phase.rows)}\n{_details(phase)}", flush=True)
+        _judge_first_step(f"{model}, {form}", phases, answer)
+
+
+def _details(phase: first_step.Phase) -> str:
+    ours = phase.row("ours").p50
+    stages = ", ".join(
+        f"{name} {seconds * 1e3:.1f} ms ({seconds / ours:.2%})"
+        for name, seconds in phase.stage_seconds().items()
+    )
+    loading = ", ".join(
+        f"{name} {percentile([one.load_seconds for one in some], 50) * 1e3:.0f} ms"
+        for name, some in phase.records.items()
+    )
+    caches = "; ".join(f"{name} {some[-1].aot_cache}" for name, some in phase.records.items())
+    return f"our stages: {stages}\nloading the backend: {loading}\nAOTAutograd's cache: {caches}"
+
+
+def _judge_first_step(name: str, phases: dict[str, first_step.Phase], answer: Answer) -> None:
+    cold, warm = phases["cold"], phases["warm"]
+    stages = cold.stage_seconds()
+    share = sum(stages.get(stage, 0.0) for stage in OUR_PASSES) / cold.row("stock").p50
+    answer.judge(
+        f"our passes by stock's cold first step, {name}",
+        goal=f"< {SHARE_LIMIT:.0%}",
+        measured=f"{share:.2%}",
+        met=share < SHARE_LIMIT,
+    )
+    ratio = warm.row("ours").ratio
+    assert ratio is not None  # rows of a comparison with a baseline have one
+    answer.judge(
+        f"warm first step by stock's, {name}",
+        goal="<= 1",
+        measured=f"{ratio:.3f}",
+        met=ratio <= 1,
+    )
+
+
+def _lowering(flags: argparse.Namespace, answer: Answer) -> None:
+    sizes = lowering.QUICK_SIZES if flags.quick else lowering.SIZES
+    for kind in lowering.KINDS:
+        rows, graphs = lowering.measure(
+            kind, sizes=sizes, rounds=1 if flags.quick else 3, seed=flags.seed
+        )
+        nodes, seconds = [graph.nodes for graph in graphs], [row.p50 for row in rows]
+        fitted = lowering.exponent(nodes, seconds)
+        last = lowering.exponent(nodes[-2:], seconds[-2:])
+        title = f"lowering, {kind}"
+        facts = [
+            {"nodes": graph.nodes, "checked": graph.checked, "stages": graph.stages}
+            for graph in graphs
+        ]
+        answer.add(title, rows, graphs=facts, exponent=fitted, exponent_at_the_end=last)
+        head = ["nodes", "validated", "seconds", "ns per node"]
+        body = [
+            [str(n), str(graph.checked), f"{s:.4f}", f"{s / n * 1e9:.0f}"]
+            for n, s, graph in zip(nodes, seconds, graphs, strict=True)
+        ]
+        print(f"\n{title}\n{text_table(head, body)}")
+        print(f"seconds ~ nodes ** {fitted:.2f}; between the two largest ** {last:.2f}", flush=True)
+        answer.judge(
+            f"growth of lowering time, {kind}",
+            goal=f"exponent <= {EXPONENT_LIMIT}",
+            measured=f"{last:.2f}",
+            met=last <= EXPONENT_LIMIT,
+        )
+
+
+def _calls(flags: argparse.Namespace, answer: Answer) -> None:
+    rounds = 50 if flags.quick else 200
+    measured = {}
+    for setting in call_cost.settings(flags.device):
+        rows = call_cost.measure(setting, rounds=rounds, calls=100, seed=flags.seed)
+        measured[setting] = rows
+        title = f"call, {setting}"
+        answer.add(title, rows)
+        print(f"\n{title}\n{table(rows, unit='us')}", flush=True)
+    noise = call_cost.noise(list(measured.values())) * 1e6
+    answer.sections["call noise us"] = noise
+    for setting, rows in measured.items():
+        limit = AMBIENT_LIMIT_US if setting.autocast == "ambient" else noise
+        microseconds = call_cost.cost(rows) * 1e6
+        answer.judge(
+            f"call, {setting}: ours - stock",
+            goal=f"<= {limit:.2f} us" + ("" if setting.autocast == "ambient" else " (noise)"),
+            measured=f"{microseconds:+.2f} us",
+            met=microseconds <= limit,
+        )
+    torch.compiler.reset()

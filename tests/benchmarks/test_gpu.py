@@ -1,0 +1,103 @@
+"""The flow of `python -m benchmarks gpu`, with stages that only pretend to run."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu import TIMED_OUT, Stage
+
+
+def _plan(*names):
+    return [Stage(name=name, command=("do", name), limit_seconds=100) for name in names]
+
+
+def _runner(exit_codes, seen):
+    def run(stage, log):
+        seen.append(stage)
+        log.write_text(f"output of {stage.name}\n")
+        return exit_codes[stage.name]
+
+    return run
+
+
+def test_a_failing_stage_is_recorded_and_the_rest_still_runs(tmp_path):
+    seen = []
+    codes = {"build": 0, "tests": 1, "compile": 0}
+    outcomes = gpu.run_all(_plan(*codes), tmp_path, runner=_runner(codes, seen), budget=1000)
+    assert [stage.name for stage in seen] == list(codes)
+    assert {one.name: one.exit_code for one in outcomes} == codes
+
+
+def test_a_stage_gets_no_more_than_what_is_left_of_the_whole_time(tmp_path, monkeypatch):
+    clock = iter([0.0, 0.0, 70.0, 70.0, 150.0, 150.0, 150.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    seen = []
+    codes = {"build": 0, "tests": 0, "compile": 0}
+    outcomes = gpu.run_all(_plan(*codes), tmp_path, runner=_runner(codes, seen), budget=120)
+    assert [stage.limit_seconds for stage in seen] == [100, 50]
+    assert outcomes[-1].exit_code == TIMED_OUT, "no time was left to start it"
+
+
+def test_summary_holds_machine_results_and_the_ends_of_the_logs(tmp_path):
+    codes = {"build": 0, "tests": 3, "demo": TIMED_OUT}
+    outcomes = gpu.run_all(_plan(*codes), tmp_path, runner=_runner(codes, []), budget=1000)
+    text = gpu.write_summary(outcomes, {"gpu": "a fake one"}, tmp_path)
+    assert text == (tmp_path / "summary.txt").read_text()
+    for part in ("a fake one", "failed (3)", "timed out", "output of tests"):
+        assert part in text
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [stage["exit_code"] for stage in summary["stages"]] == [0, 3, TIMED_OUT]
+    assert summary["stages"][1]["command"] == "do tests"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (7, 1)])
+def test_exit_code_tells(tmp_path, monkeypatch, code, expected):
+    monkeypatch.setattr(gpu, "refusal", lambda: None)
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    monkeypatch.setattr(gpu, "run_stage", _runner({s.name: code for s in gpu.stages(tmp_path)}, []))
+    assert gpu.main(["--out", str(tmp_path / "new")]) == expected
+    assert (tmp_path / "new" / "summary.json").exists()
+
+
+def test_out_defaults_to_the_environment(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setenv("OUT", str(tmp_path / "given"))
+    monkeypatch.setattr(gpu, "refusal", lambda: None)
+    monkeypatch.setattr(gpu, "stages", lambda out: seen.append(out) or [])
+    gpu.main([])
+    assert seen == [tmp_path / "given"]
+
+
+def test_stage_limits_and_names(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    plan = gpu.stages(tmp_path)
+    names = [stage.name for stage in plan]
+    assert names[0] == "build"
+    assert names[-1] == "compile"
+    assert len(set(names)) == len(names)
+    assert gpu.WHOLE_RUN_SECONDS < 9 * 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_cuda_is_refused(tmp_path, capsys):
+    assert gpu.main(["--out", str(tmp_path / "none")]) == 2
+    assert "expected a CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    assert "expected torch 2.11 or newer, got 2.9.1" in gpu.refusal()
+
+
+def test_a_real_stage_writes_its_log_and_is_stopped_at_its_limit(tmp_path):
+    log = tmp_path / "log"
+    hello = Stage(name="hello", command=(sys.executable, "-c", "print('hi')"), limit_seconds=60)
+    assert gpu.run_stage(hello, log) == 0
+    assert log.read_text() == "hi\n"
+    code = "import time; print('began', flush=True); time.sleep(600)"
+    endless = Stage(name="endless", command=(sys.executable, "-c", code), limit_seconds=2)
+    assert gpu.run_stage(endless, log) == TIMED_OUT
