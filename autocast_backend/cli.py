@@ -25,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"smart-autocast: {error}", file=sys.stderr)
         return 1
     width = max(map(len, facts))
-    for name, value in facts.items():
-        print(f"{name:<{width}}  {value}")
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
     return 0
 
 

@@ -13,7 +13,8 @@ from autocast_backend.ops import KERNEL_TIER
 @pytest.mark.skipif(KERNEL_TIER.name == "reference", reason="this is the reference tier")
 def test_reference_tier() -> None:
     folder = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, str(folder)]
     result = subprocess.run(
         command,
         cwd=folder.parents[1],

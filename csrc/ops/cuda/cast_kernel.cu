@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     *reinterpret_cast<Vector<To, kSize>*>(to + begin) = out;
   } else {
+#pragma unroll 1
     for (int64_t i = begin; i < numel; ++i) {
       to[i] = static_cast<To>(static_cast<float>(from[i]));
     }
