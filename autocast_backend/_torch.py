@@ -39,10 +39,9 @@ def disable_autocast() -> contextlib.AbstractContextManager[None]:
     return torch._C._DisableAutocast()
 
 
-def bystander_device_type() -> str:
-    """A device type that autocast knows and that no tensor of a PyTorch build lives on."""
-    known = autocast_device_types()
-    return next(d for d in ("ipu", "maia", "hpu", "xla") if d in known)
+def bystander_device_types() -> list[str]:
+    """Device types that autocast knows and that no tensor of a PyTorch build lives on."""
+    return [d for d in ("ipu", "maia", "hpu") if d in autocast_device_types()]
 
 
 # --- Dynamo --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import fx
 from . import _logging
 from ._torch import (
     backward_pass_autocast_config,
-    bystander_device_type,
+    bystander_device_types,
     counters,
     disable_autocast,
     lookup_backend,
@@ -87,18 +87,24 @@ def _while_compiling(now: AutocastState, in_region: bool) -> Iterator[None]:
     The lowered graph holds its casts; autocast must not act on it again. AOTAutograd would switch
     autocast off around the compiled forward, the compiled backward and the backward's lazy
     compilation, but only if it finds some device type on when it compiles - and a backward may run
-    under any state. So one device type that nothing here lives on is left on (`bystander`).
+    under any state. So device types that nothing here lives on are left on: bystanders.
 
-    Backward is traced as stock traces it: under the state around the forward. Graphs outside every
-    region are compiled as stock compiles them.
+    Backward is traced as stock traces it, under the state around the forward. Its dtypes stay out of
+    the config (structured logs cannot write a dtype down) and are those in force; the bystanders
+    carry them, because AOTAutograd's cache key has the dtypes of the device types that are on.
     """
     if not now.enabled_devices and not (in_region and torch.is_grad_enabled()):
-        yield
+        yield  # nothing of ours is in the graph, and nothing can act on it: as stock
         return
+    compiling = AutocastState.off()
+    dtypes = [d.dtype for d in now.enabled_devices] or [torch.bfloat16]
+    for bystander, dtype in zip(bystander_device_types(), dtypes, strict=False):
+        compiling = compiling.enter(bystander, dtype)
     with contextlib.ExitStack() as stack:
         if now.enabled_devices and backward_pass_autocast_config() == "same_as_forward":
-            stack.enter_context(patch_backward_pass_autocast(now.arguments()))
-        stack.enter_context(AutocastState.off().enter(bystander_device_type()).applied())
+            regions = [{"device_type": d.device_type} for d in now.enabled_devices]
+            stack.enter_context(patch_backward_pass_autocast(regions))
+        stack.enter_context(compiling.applied())
         yield
 
 

@@ -41,11 +41,12 @@ from ._torch import (
     observing,
 )
 from .bodies import Bodies
+from .policies import Policy
 from .recipes import Recipe, tensor_arguments
 from .regions import Placement, find_regions, is_region_node, source_line
 from .report import Bracketed, Report
 from .state import AutocastState
-from .validation import Failed, Observation, difference, observe, observed
+from .validation import Failed, Observation, difference, is_weight, observe, observed
 from .verdicts import Verdict, Verdicts, key_of
 
 
@@ -178,6 +179,9 @@ def _judge(candidates: list[_Candidate], fake_mode: Any, context: Context) -> No
             verdicts.add(c.key, verdict)
             context.report.checked += 1
         c.refused, c.shared = verdict.reason, verdict.shared
+        if verdict.found is not None:
+            found = [(i, Policy(name)) for i, name in verdict.found]
+            c.recipe = recipes.of_casts(c.node, c.placement.state, found)
     verdicts.save()
 
 
@@ -187,27 +191,48 @@ def _validate(c: _Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return Verdict("its example value is not a fake tensor")
     state = c.placement.state
 
-    def under_autocast(recipe: Recipe) -> Observation | Failed:
-        return observe(lambda: _follow(c.node, recipe), state, fake_mode, c.grad)
+    def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:
+        return observe(
+            lambda: _follow(c.node, recipe), under, fake_mode, c.grad, state.cache_enabled
+        )
 
-    ours = observe(lambda: _follow(c.node, c.recipe or Recipe()), None, fake_mode, c.grad)
+    ours = watch(c.recipe or Recipe(), None)
     # Dynamo ran the call under autocast when it traced: its example value is eager's answer. Later
     # calls may have changed the value's shape in place, never its dtype.
     reason = difference(observed(c.node.meta.get("example_value")), ours, level="dtypes")
     if reason is None and not strict:
         return Verdict(None, _shared_by_name(c))
-    eager = under_autocast(Recipe())
-    reason = reason or difference(eager, ours, level="ops")
+    eager = watch(Recipe(), state)
     if isinstance(eager, Failed):
-        return Verdict(reason)
-    shared = tuple(
-        i
-        for i, n in enumerate(tensor_arguments(c.node))
-        if is_weight(n, state) and id(n.meta["example_value"]) in eager.cast_ids
-    )
-    if reason is not None and difference(eager, under_autocast(_casts_of(c, shared)), "ops"):
-        return Verdict(reason)
-    return Verdict(reason, shared)
+        return Verdict(difference(eager, ours, level="ops"))
+    reason = reason or difference(eager, ours, level="ops")
+    casts, shared = _casts_seen(c, eager)
+    if reason is None:
+        return Verdict(None, shared)
+    # A composite, maybe: does it help to cast what eager was seen to cast, before the call?
+    if difference(eager, watch(recipes.of_casts(c.node, state, casts), None), "ops") is None:
+        return Verdict(None, shared, tuple((i, policy.value) for i, policy in casts))
+    # It stays under autocast. May it at least read the weight casts that other calls read?
+    given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
+    shareable = difference(eager, watch(given, state), "ops") is None
+    return Verdict(reason, shared if shareable else ())
+
+
+def _casts_seen(
+    c: _Candidate, eager: Observation
+) -> tuple[list[tuple[int, Policy]], tuple[int, ...]]:
+    """The arguments that eager autocast cast as they were given, and how; and the numbers of those
+    whose cast it would keep in its weight cache."""
+    casts, shared = [], []
+    for i, n in enumerate(tensor_arguments(c.node)):
+        dtype = eager.cast_to.get(id(n.meta.get("example_value")))
+        if dtype is None:
+            continue
+        full = dtype is torch.float32
+        casts.append((i, Policy.FP32 if full else Policy.LOWER_PRECISION_FP))
+        if not full and _is_cached(n, c.placement.state):
+            shared.append(i)
+    return casts, tuple(shared)
 
 
 def _shared_by_name(c: _Candidate) -> tuple[int, ...]:
@@ -216,14 +241,7 @@ def _shared_by_name(c: _Candidate) -> tuple[int, ...]:
     if c.recipe is None or not c.recipe.direct:
         return ()
     arguments = tensor_arguments(c.node)
-    return tuple(i for i, _ in c.recipe.casts if is_weight(arguments[i], c.placement.state))
-
-
-def _casts_of(c: _Candidate, numbers: tuple[int, ...]) -> Recipe:
-    """Eager autocast's casts of some weights among the arguments, and nothing else."""
-    state, arguments = c.placement.state, tensor_arguments(c.node)
-    device_types = ((i, arguments[i].meta["example_value"].device.type) for i in numbers)
-    return Recipe(tuple((i, recipes.cast_of_weight(state, d)) for i, d in device_types))
+    return tuple(i for i, _ in c.recipe.casts if _is_cached(arguments[i], c.placement.state))
 
 
 def _follow(node: fx.Node, recipe: Recipe) -> Any:
@@ -265,17 +283,13 @@ def _replicas() -> Callable[[Any], Any]:
     return copy
 
 
-def is_weight(node: fx.Node, state: AutocastState) -> bool:
-    """Whether eager autocast would cache the lower-precision cast of this value: a float32 leaf that
-    requires grad and is no view, of a device type that is switched on (`at::autocast::cached_cast`)."""
+def _is_cached(node: fx.Node, state: AutocastState) -> bool:
+    """Whether eager autocast would cache the lower-precision cast of this value."""
     value = node.meta.get("example_value")
     return (
         isinstance(value, torch.Tensor)
+        and is_weight(value)
         and state.cache_enabled
-        and value.dtype is torch.float32
-        and value.requires_grad
-        and value.is_leaf
-        and not value._is_view()
         and state.device(value.device.type).enabled
     )
 
@@ -298,10 +312,9 @@ class _Writer:
     def write(self) -> None:
         for c in self.plan.candidates:
             if c.refused is not None:
-                # The weight casts that other calls read too: in eager they come from the cache.
-                arguments = tensor_arguments(c.node)
-                read_elsewhere = tuple(i for i in c.shared if len(arguments[i].users) > 1)
-                self._rewrite(c, _casts_of(c, read_elsewhere))
+                # In eager, these casts come from the cache; a bracket is traced without one.
+                weights = [(i, Policy.LOWER_PRECISION_FP) for i in c.shared]
+                self._rewrite(c, recipes.of_casts(c.node, c.placement.state, weights))
                 self.report.bracketed.append(_bracketed(c))
             elif c.recipe:
                 self._rewrite(c, c.recipe)

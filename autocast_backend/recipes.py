@@ -7,7 +7,7 @@ nodes, to write it down. So what was checked is what is built.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,11 @@ def build(node: fx.Node, state: AutocastState) -> Recipe | None:
     return recipe if recipe else None
 
 
-def cast_of_weight(state: AutocastState, device_type: str) -> Cast:
-    """The cast eager autocast would cache for a weight of this device type."""
-    return _cast(Policy.LOWER_PRECISION_FP, state.device(device_type), None)
+def of_casts(node: fx.Node, state: AutocastState, casts: Iterable[tuple[int, Policy]]) -> Recipe:
+    """The recipe that casts the given arguments (by number) to the region's dtype or to float32."""
+    arguments = tensor_arguments(node)
+    devices = ((i, p, arguments[i].meta["example_value"].device.type) for i, p in casts)
+    return Recipe(tuple((i, _cast(p, state.device(d), None)) for i, p, d in devices))
 
 
 def _cast(policy: Policy, device: DeviceAutocast, limit: str | None) -> Cast:

@@ -115,18 +115,6 @@ class AutocastState:
         """The device types that are switched on, in PyTorch's order."""
         return tuple(d for d in self.devices if d.enabled)
 
-    def arguments(self) -> list[dict[str, Any]]:
-        """The state's enabled device types as arguments of `torch.autocast`."""
-        return [
-            {
-                "device_type": d.device_type,
-                "dtype": d.dtype,
-                "enabled": True,
-                "cache_enabled": self.cache_enabled,
-            }
-            for d in self.enabled_devices
-        ]
-
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Put the calling thread into this state, then back.

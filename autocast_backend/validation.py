@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -43,14 +43,14 @@ class Observation:
         dtypes, shapes: of the result's tensors.
         events: the ops below autograd, in order.
         casts: how many casts it made.
-        cast_ids: `id` of every tensor that a cast was given.
+        cast_to: `id` of every tensor that a cast was given, and the dtype it was cast to.
     """
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int | str, ...], ...]
     events: tuple[Event, ...] = ()
     casts: int = 0
-    cast_ids: frozenset[int] = frozenset()
+    cast_to: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,19 +74,22 @@ def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, weight_cache: bool) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.casts = 0
-        self.cast_ids: set[int] = set()
+        self.casts: set[tuple[int, ...]] = set()
+        self.cast_to: dict[int, torch.dtype] = {}
+        self._weight_cache = weight_cache
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         inputs = dtypes_of((args, kwargs))  # before the call: it may change them in place
         out = func(*args, **kwargs)
         if func in _CASTS:
-            self.casts += inputs != dtypes_of(out)
-            self.cast_ids.add(id(args[0]))
+            if out.dtype is not args[0].dtype:
+                cached = self._weight_cache and is_weight(args[0])
+                self.casts.add((id(args[0]),) if cached else (id(args[0]), len(self.casts)))
+                self.cast_to[id(args[0])] = out.dtype
         elif func._schema.name in _RENAMING:
             self.events.append((str(func), (), (), ()))
         elif func.namespace not in _IGNORED_NAMESPACES:
@@ -95,23 +98,40 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether eager autocast caches the lower-precision cast of a tensor: a float32 leaf that
+    requires grad and is no view (`at::autocast::cached_cast`)."""
+    return (
+        tensor.dtype is torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+    )
+
+
 def observe(
-    call: Callable[[], Any], state: AutocastState | None, fake_mode: Any, grad: bool
+    call: Callable[[], Any],
+    state: AutocastState | None,
+    fake_mode: Any,
+    grad: bool,
+    weight_cache: bool = True,
 ) -> Observation | Failed:
     """Run `call` on fake tensors under `state` (None: autocast off) and record what it does.
+
+    With `weight_cache`, casts of one weight count as one, as eager's cache makes them.
 
     A call that raises is an answer too - some ops refuse mixed dtypes, which autocast spares them -
     so every exception is turned into `Failed`.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(weight_cache)
     with _conditions(state, fake_mode, grad):
         try:
             with recorder:
                 value = call()
         except Exception as error:
             return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
-    events, cast_ids = tuple(recorder.events), frozenset(recorder.cast_ids)
-    return Observation(dtypes_of(value), _shapes(value), events, recorder.casts, cast_ids)
+    events, casts = tuple(recorder.events), len(recorder.casts)
+    return Observation(dtypes_of(value), _shapes(value), events, casts, recorder.cast_to)
 
 
 def observed(value: Any) -> Observation:

@@ -36,10 +36,14 @@ class Verdict:
         reason: why the call was not proved equal; None where it was.
         shared: numbers of the arguments whose casts eager autocast keeps in its cache, and which so
             come from one cast that other calls read too.
+        found: numbers of the arguments to cast, and whether to float32 ("fp32") or to the lower
+            precision, where the policy table has no answer that holds but watching eager gave one;
+            None where the table's answer holds.
     """
 
     reason: str | None = None
     shared: tuple[int, ...] = ()
+    found: tuple[tuple[int, str], ...] | None = None
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
@@ -82,7 +86,7 @@ class Verdicts:
         if not self._unsaved or self._path is None:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
-        rows = {k: [v.reason, v.shared] for k, v in stable.items()}
+        rows = {k: [v.reason, v.shared, v.found] for k, v in stable.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its final place and renamed, so that a reader never sees half a file.
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
@@ -99,11 +103,16 @@ def forget() -> None:
 def _load(path: Path) -> dict[str, Verdict]:
     try:
         rows = json.loads(path.read_text())
-        return {key: Verdict(reason, tuple(shared)) for key, (reason, shared) in rows.items()}
+        return {key: _verdict(*row) for key, row in rows.items()}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError):  # cut off or edited: validate again and write it anew
         return {}
+
+
+def _verdict(reason: str | None, shared: list[int], found: list[list[Any]] | None) -> Verdict:
+    casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
+    return Verdict(reason, tuple(shared), casts)
 
 
 def _path(keys: list[str]) -> Path | None:

@@ -177,29 +177,40 @@ def test_the_forward_of_an_autograd_function_is_lowered_and_its_backward_left_al
     assert "autocast_to_bf16.default" not in targets(backward)
 
 
-def reflected(x: torch.Tensor) -> torch.Tensor:
-    """A composite that hides a policy op: autocast pads in float32."""
-    return F.pad(x, (1, 1), "reflect")
+def test_a_composite_is_lowered_as_eager_was_seen_to_cast() -> None:
+    """`pad` is in no policy table: inside, it calls a float32 op. Validation sees eager cast its
+    argument to float32, and proves that casting it before the call gives the same."""
 
-
-def test_what_cannot_be_proved_stays_in_one_bracket() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):
-            y = x @ x
-            return reflected(reflected(y).bfloat16()) @ x.new_ones(12, 2)
+            return F.pad(x @ x, (1, 1), "reflect")
+
+    assert targets(lower_autocast(capture(function, torch.randn(8, 8)))) == [
+        *["autocast_to_bf16.default"] * 2,
+        "matmul",
+        "autocast_to_full_precision.default",
+        "pad",
+    ]
+
+
+def test_what_cannot_be_proved_stays_in_a_bracket() -> None:
+    """Inside `matrix_power` eager casts its argument twice, so that two gradients add up in float32;
+    casting it once before the call is not the same."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = torch.linalg.matrix_power(x.sin(), 3)
+            return torch.linalg.matrix_power(y.float(), 3) @ x
 
     graph = capture(function, torch.randn(8, 8))
     report = lower_with_report(graph, AutocastState.off())
-    assert [b.call for b in report.bracketed] == ["pad", "pad"]
-    assert "autocast gives float32, without it bfloat16" in report.bracketed[0].reason
-    assert "test_lowering.py" in str(report.bracketed[0]) or "functional.py" in str(
-        report.bracketed[0]
-    )
+    assert [b.call for b in report.bracketed] == ["linalg_matrix_power"] * 2
+    assert "autocast gives bfloat16, without it float32" in report.bracketed[0].reason
+    assert "test_lowering.py" in str(report.bracketed[0])
     names = targets(graph)
-    # `bfloat16()` stands between the two and is no reason to stay under autocast.
-    assert names.count("_enter_autocast") == names.count("_exit_autocast") == 2
-    first = names.index("_enter_autocast")
-    assert names[first : first + 3] == ["_enter_autocast", "pad", "_exit_autocast"]
+    # `float()` stands between the two and is no reason to stay under autocast.
+    bracket = ["_enter_autocast", "linalg_matrix_power", "_exit_autocast"]
+    assert names[:8] == ["sin", *bracket, "float", *bracket]
 
 
 def test_neighbours_share_a_bracket() -> None:
@@ -213,19 +224,22 @@ def test_neighbours_share_a_bracket() -> None:
 
 
 def test_a_bracketed_call_reads_the_cast_that_others_share() -> None:
-    """`gru_cell` cannot be lowered; it takes its weights from the casts that `linear` made, as it
-    would from eager's cache."""
-    weight = nn.Parameter(torch.randn(8, 8))
+    """Cross-attention splits its input projection inside and cannot be lowered; its output projection
+    is cast as it is, so it reads the cast that `linear` made, as it would from eager's cache."""
+    attention = nn.MultiheadAttention(8, 2)
+    weight = attention.out_proj.weight
 
-    def function(x: torch.Tensor) -> Any:
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
         with torch.autocast(**BF16):
-            cell = torch.rnn_tanh_cell(x, x, weight, weight, None, None)
-            return F.linear(x, weight), cell
+            attended, _ = attention(x, y, y, need_weights=False)
+            return attended, F.linear(x, weight)
 
-    graph = capture(function, torch.randn(8, 8))
+    graph = capture(function, torch.randn(3, 8), torch.randn(3, 8))
     report = lower_with_report(graph, AutocastState.off())
-    assert [b.call for b in report.bracketed] == ["rnn_tanh_cell"]
-    assert targets(graph).count("autocast_to_bf16.default") == 2, graph.code
+    assert [b.call for b in report.bracketed] == ["multi_head_attention_forward"]
+    (attend,) = [n for n in graph.graph.nodes if n.name == "multi_head_attention_forward"]
+    (linear,) = [n for n in graph.graph.nodes if n.target is F.linear]
+    assert linear.args[1] in attend.all_input_nodes, graph.code
 
 
 def test_a_cast_that_eager_does_not_cache_is_not_shared() -> None:

@@ -62,10 +62,12 @@ def test_applied_restores_after_an_error() -> None:
     assert AutocastState.current() == before
 
 
-def test_arguments_round_trip() -> None:
+def test_of_takes_a_state_one_region_or_several() -> None:
     state = AutocastState.of([BF16, {"device_type": "cuda", "dtype": torch.float16}])
-    assert AutocastState.of(state.arguments()) == state
+    assert [d.device_type for d in state.enabled_devices] == ["cpu", "cuda"]
     assert AutocastState.of(state) is state
+    assert AutocastState.of(BF16).enabled_devices == state.enabled_devices[:1]
+    assert AutocastState.of(()).enabled_devices == ()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from autocast_backend import AutocastState, lowering, recipes, verdicts
 from autocast_backend.policies import Policy
 from autocast_backend.validation import Failed, difference, observe, observed
-from tests.support import BF16, graph_of, lower_with_report
+from tests.support import BF16, graph_of, lower_with_report, targets
 
 STATE = AutocastState.of(BF16)
 
@@ -97,29 +97,45 @@ def test_observing_leaves_the_fake_mode_and_the_state_alone(fake_mode: Any) -> N
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("validate", ["strict", "dtype", "off"])
-def test_a_wrong_policy_is_caught(
-    monkeypatch: pytest.MonkeyPatch, fake_mode: Any, validate: str
-) -> None:
-    """The table claims that autocast runs `mm` in float32: both checks bracket it, "off" believes it."""
-    monkeypatch.setattr(recipes, "find_policy", lambda *_: Policy.FP32)
-    x = torch.empty(4, 4)
-    report = lower_with_report(graph_of(torch.mm, (x, x), {}, STATE), STATE, validate)
-    assert [b.call for b in report.bracketed] == ([] if validate == "off" else ["mm"])
+def claim(monkeypatch: pytest.MonkeyPatch, policy: Policy | None) -> None:
+    """Make the policy table answer `policy` to every question."""
+    monkeypatch.setattr(recipes, "find_policy", lambda *_: policy)
 
 
 @pytest.mark.parametrize("validate", ["strict", "dtype"])
-def test_a_missing_policy_is_caught(
-    monkeypatch: pytest.MonkeyPatch, fake_mode: Any, validate: str
+@pytest.mark.parametrize("policy", [Policy.FP32, None], ids=["wrong", "missing"])
+def test_a_wrong_or_missing_policy_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, fake_mode: Any, validate: str, policy: Policy | None
 ) -> None:
-    monkeypatch.setattr(recipes, "find_policy", lambda *_: None)
-    half, full = torch.empty(4, 4, dtype=torch.bfloat16), torch.empty(4, 4)
-    report = lower_with_report(graph_of(torch.mm, (full, full), {}, STATE), STATE, validate)
-    assert len(report.bracketed) == 1
-    # The result's dtype tells nothing here: only the strict check sees what is computed inside.
-    module = graph_of(F.smooth_l1_loss, (half, full), {}, STATE)
+    """And set right: eager was seen to cast both arguments of `mm` to bfloat16."""
+    claim(monkeypatch, policy)
+    x = torch.empty(4, 4)
+    module = graph_of(torch.mm, (x, x), {}, STATE)
     report = lower_with_report(module, STATE, validate)
-    assert len(report.bracketed) == (1 if validate == "strict" else 0)
+    assert (report.lowered, report.bracketed) == (1, [])
+    assert targets(module) == ["autocast_to_bf16.default", "autocast_to_bf16.default", "mm"]
+
+
+def test_without_validation_the_table_is_believed(
+    monkeypatch: pytest.MonkeyPatch, fake_mode: Any
+) -> None:
+    claim(monkeypatch, Policy.FP32)
+    x = torch.empty(4, 4)
+    module = graph_of(torch.mm, (x, x), {}, STATE)
+    lower_with_report(module, STATE, "off")
+    assert targets(module)[0] == "autocast_to_full_precision.default"
+
+
+@pytest.mark.parametrize(("validate", "casts"), [("strict", 1), ("dtype", 0)])
+def test_only_the_strict_check_sees_behind_an_equal_result(
+    monkeypatch: pytest.MonkeyPatch, fake_mode: Any, validate: str, casts: int
+) -> None:
+    """`smooth_l1_loss` of bfloat16 and float32 gives float32 with and without autocast; what it
+    computes inside is another thing."""
+    claim(monkeypatch, None)
+    half, full = torch.empty(4, 4, dtype=torch.bfloat16), torch.empty(4, 4)
+    report = lower_with_report(graph_of(F.smooth_l1_loss, (half, full), {}, STATE), STATE, validate)
+    assert report.casts == casts
 
 
 def test_equal_questions_are_asked_once(monkeypatch: pytest.MonkeyPatch, fake_mode: Any) -> None:

@@ -1,0 +1,310 @@
+"""Equal to eager autocast: dtypes and bits of outputs, gradients and buffers, module by module.
+
+With `inner="aot_eager"` nothing but our lowering and AOTAutograd stands between a model and the
+oracle, so bits must agree. Inductor reorders sums and fuses roundings away: there results are close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import BF16, FP16, assert_same_bits, tensors, train_step
+
+AOT_EAGER = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+
+
+class Layers(nn.Module):
+    """Three linear layers and a norm for the small models below to use as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+
+
+class Nested(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            y = self.a(x)
+            with torch.autocast("cpu", enabled=False):
+                z = self.b(y.float())
+                with torch.autocast("cpu", enabled=True):  # the dtype in force: bfloat16
+                    u = self.c(z)
+            with torch.autocast(**FP16):
+                v = self.c(x) if not torch.is_grad_enabled() else self.norm(y.float())
+            return y, z, u, v, self.a(self.norm(z))
+
+
+class Checkpointed(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = checkpoint(lambda v: F.gelu(self.b(self.a(v))), x, use_reentrant=False)
+            return self.c(y)
+
+
+class RegionInsideCheckpoint(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def body(v: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(**BF16):
+                v = self.a(v)
+            return self.b(v.float())
+
+        return self.c(checkpoint(body, x, use_reentrant=False))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad.float() @ w.t().float(), x.t().float() @ grad.float()
+
+
+class CustomFunction(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return Product.apply(self.a(x).float(), self.b.weight).sin()
+
+
+class InPlaceAndViews(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            y = self.a(x)
+            y.add_(1)
+            view = y[:2]
+            view.mul_(2)
+            turned = y.t().clone().t_()
+            table = torch.zeros(4, 8)
+            table[1:3] = x[:2]
+            table = torch.addmm(table, x, self.b.weight)
+            return {"linear": self.c(y), "views": (view, turned), "table": table}
+
+
+class Dropout(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return self.b(F.dropout(self.a(x), 0.5))
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 4, 2)
+        self.norm, self.head = nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = F.relu(self.norm(self.up(self.conv(x))))
+            return self.head(y.mean((2, 3)))
+
+
+class NoGrad(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            with torch.no_grad():
+                target = self.a(x)
+            return self.a(x) + self.b(target)
+
+
+class GraphBreak(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(y)
+
+
+class SharedWeight(Layers):
+    """Reused by policy ops, reached through views, and by calls that cannot be lowered."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            y = self.a(self.a(x))
+            cell = torch.rnn_tanh_cell(x, y.float(), self.a.weight, self.a.weight)
+            rest = torch.inner(x, self.a.weight) + torch.tensordot(x, self.a.weight, 1)
+            return y, cell, rest + x @ self.a.weight.t(), F.pad(y[None], (1, 1), "reflect")
+
+
+class Losses(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            y = self.a(x)
+            labels = torch.arange(4) % 8
+            return (
+                F.cross_entropy(y, labels),
+                F.mse_loss(y, x),
+                F.smooth_l1_loss(y, x),
+                F.mse_loss(y, x[:1].expand(4, 8)),
+                F.binary_cross_entropy_with_logits(y, x.sigmoid()),
+                F.nll_loss(y.log_softmax(-1), labels),
+                y.prod(),
+                torch.cdist(y, x),
+            )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            x = self.embedding(tokens)
+            y, _ = self.attention(x, x, x, need_weights=False)
+            q = self.norm(x + y).unflatten(-1, (2, 4)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True), torch.cat([x, y])
+
+
+class Composites(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            w = self.a.weight
+            return (
+                torch.einsum("ij,kj->ik", x, w),
+                torch.stack([x @ w, x]),
+                torch.baddbmm(x[None], x[None], w[None]),
+                torch.linalg.inv(w @ w.t() + torch.eye(8)),
+                torch.fft.fft(x @ w).real,
+                x**2 + 2**x,
+                torch.linalg.multi_dot([x, w, w]),
+                torch.linalg.matrix_power(w, 3),
+            )
+
+
+class Vmapped(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.func.vmap(lambda v: (v @ self.a.weight).sin())(self.b(x))
+
+
+def _x() -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    **{
+        module.__name__: (module, _x)
+        for module in (
+            Nested,
+            Checkpointed,
+            RegionInsideCheckpoint,
+            CustomFunction,
+            InPlaceAndViews,
+            Dropout,
+            NoGrad,
+            GraphBreak,
+            SharedWeight,
+            Losses,
+            Composites,
+            Vmapped,
+        )
+    },
+    "Convolutional": (Convolutional, lambda: torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)),
+    "Attention": (Attention, lambda: torch.arange(12).view(2, 6) % 10),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_bits_of_outputs_gradients_and_buffers(name: str) -> None:
+    make, make_input = MODULES[name]
+    expected = train_step(make, (make_input(),), backend="eager")
+    actual = train_step(make, (make_input(),), **AOT_EAGER)
+    for what, values in expected.items():
+        assert_same_bits(actual[what], values, f"{name} {what}")
+
+
+@pytest.mark.parametrize("validate", ["dtype", "off"])
+def test_bits_with_less_validation(validate: str) -> None:
+    """ "off" believes the policy table and so is only good for calls of policy ops themselves."""
+    make, make_input = MODULES["Attention" if validate == "dtype" else "Checkpointed"]
+    expected = train_step(make, (make_input(),), backend="eager")
+    options = {"inner": "aot_eager", "validate": validate}
+    actual = train_step(make, (make_input(),), backend="smart_autocast", options=options)
+    for what, values in expected.items():
+        assert_same_bits(actual[what], values, what)
+
+
+class Ambient(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.norm(F.gelu(self.a(x)))
+        return y, self.a(self.b(y)), torch.cat([y, x])
+
+
+@pytest.mark.parametrize("region", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("grad", ["train", "no_grad", "inference_mode"])
+def test_bits_under_ambient_autocast(region: dict, grad: str) -> None:
+    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+    def outputs(**compile_arguments: Any) -> tuple[Any, Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Ambient()
+        compiled = torch.compile(model, **compile_arguments)
+        with torch.autocast(**region), modes.get(grad, torch.enable_grad)():
+            out = compiled(_x())
+        if grad == "train":
+            sum(t.float().sum() for t in out).backward()
+        return out, [p.grad for p in model.parameters()]
+
+    assert_same_bits(outputs(**AOT_EAGER), outputs(backend="eager"), grad)
+
+
+def test_dynamic_shapes() -> None:
+    def run(**compile_arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Nested()
+        compiled = torch.compile(model, dynamic=True, **compile_arguments)
+        results = []
+        for n in (3, 5, 9):
+            model.zero_grad()
+            out = compiled(_x().repeat(3, 1)[:n])
+            sum(t.float().sum() for t in out).backward()
+            results.append((out, [p.grad.clone() for p in model.parameters()]))
+        return results
+
+    counts = torch._dynamo.utils.counters["stats"]
+    expected = run(backend="eager")
+    counts.clear()
+    assert_same_bits(run(**AOT_EAGER), expected)
+    assert counts["unique_graphs"] == 1
+
+
+def test_the_option_autocast_is_a_region_around_everything() -> None:
+    """Without a context manager anywhere: the same bits as inside one."""
+    for make in (Ambient, Checkpointed, InPlaceAndViews, CustomFunction):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+        with torch.autocast(**FP16):
+            expected = torch.compile(model, backend="eager")(_x())
+        torch._dynamo.reset()
+        options = {"inner": "aot_eager", "autocast": FP16}
+        actual = torch.compile(model, backend="smart_autocast", options=options)(_x())
+        assert_same_bits(actual, expected, make.__name__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Convolutional", "Attention", "Checkpointed", "InPlaceAndViews"])
+def test_close_with_inductor(name: str) -> None:
+    make, make_input = MODULES[name]
+    expected = train_step(make, (make_input(),), backend="eager")
+    actual = train_step(make, (make_input(),), backend="smart_autocast")
+    for what, values in expected.items():
+        for a, e in zip(tensors(actual[what]), tensors(values), strict=True):
+            assert a.dtype == e.dtype, what
+            # Two roundings to bfloat16 (2^-8 each) that eager makes and a fused kernel does not.
+            torch.testing.assert_close(a, e, rtol=2**-6, atol=2**-6)
