@@ -131,50 +131,49 @@ def cuda_options() -> list[str]:
     ]
 
 
+def require_tools() -> tuple[str, str, Path, str]:
+    """cmake, ninja, torch's folder and torch's version; ends the build where one is missing."""
+    cmake, ninja, torch = find_tool("cmake"), find_tool("ninja"), find_torch()
+    if cmake is None or ninja is None or torch is None:
+        needs = {f"cmake>={OLDEST_CMAKE}": cmake, "ninja": ninja, f"torch>={OLDEST_TORCH}": torch}
+        missing = [requirement for requirement, found in needs.items() if found is None]
+        sys.exit(
+            f"to build the native kernels, this environment lacks {', '.join(missing)}; "
+            f"`pip install {shlex.join(missing)}`, or build without --no-build-isolation"
+        )
+    return cmake, ninja, *torch
+
+
 class CMakeBuild(build_ext):
     """Builds with CMake and Ninja, and installs the libraries where setuptools wants them: into the
     wheel, or beside the sources for an editable install."""
 
     def run(self) -> None:
-        cmake, ninja, torch = find_tool("cmake"), find_tool("ninja"), find_torch()
-        missing = [
-            what
-            for what, found in {
-                f"cmake>={OLDEST_CMAKE}": cmake,
-                "ninja": ninja,
-                f"torch>={OLDEST_TORCH}": torch,
-            }.items()
-            if found is None
-        ]
-        if cmake is None or ninja is None or torch is None:
-            sys.exit(
-                f"to build the native kernels, this environment lacks {', '.join(missing)}; "
-                f"`pip install {shlex.join(missing)}`, or build without --no-build-isolation"
-            )
-        folder, version = torch
-        options = [
+        cmake, ninja, torch, torch_version = require_tools()
+        configuration = [
             f"-DCMAKE_CXX_COMPILER={find_compiler()}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DSMART_AUTOCAST_TORCH_DIR={folder}",
-            f"-DSMART_AUTOCAST_TORCH_VERSION={version}",
+            f"-DPython_ROOT_DIR={sys.prefix}",
+            f"-DSMART_AUTOCAST_TORCH_DIR={torch}",
+            f"-DSMART_AUTOCAST_TORCH_VERSION={torch_version}",
             *cuda_options(),
         ]
         # One build folder per configuration: CMake cannot change compilers in an existing one, and
         # going back to an earlier configuration rebuilds nothing.
-        key = hashlib.sha256("\0".join(options).encode()).hexdigest()[:12]
-        build = str(ROOT / "build" / f"cmake-{key}")
-        # Not part of the key: isolated builds bring a new ninja at a new place each time.
-        make = f"-DCMAKE_MAKE_PROGRAM={ninja}"
-        subprocess.check_call([cmake, "-S", str(ROOT), "-B", build, "-G", "Ninja", make, *options])
+        key = hashlib.sha256("\0".join([sys.version, *configuration]).encode()).hexdigest()[:12]
+        folder = str(ROOT / "build" / f"cmake-{key}")
+        # These change without any need to rebuild: isolated builds bring a new ninja each time.
+        paths = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
+        configure = [cmake, "-S", str(ROOT), "-B", folder, "-G", "Ninja", *paths, *configuration]
         jobs = os.environ.get("MAX_JOBS")
-        subprocess.check_call([cmake, "--build", build, *(["-j", jobs] if jobs else [])])
+        subprocess.check_call(configure)
+        subprocess.check_call([cmake, "--build", folder, *(["-j", jobs] if jobs else [])])
 
         target = (ROOT if self.inplace else Path(self.build_lib).resolve()) / PACKAGE
         # What an earlier configuration left must go, and a library that some process has mapped
         # must not be written over.
         (target / "libsmart_autocast_cuda.so").unlink(missing_ok=True)
         (target / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").unlink(missing_ok=True)
-        subprocess.check_call([cmake, "--install", build, "--prefix", str(target)])
+        subprocess.check_call([cmake, "--install", folder, "--prefix", str(target)])
 
 
 def native_requirements() -> list[str]:

@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
 #include <optional>
@@ -22,6 +23,9 @@ namespace smart_autocast {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// Only what torch 2.11's headers have may be used here and in the kernels; they have, for one,
+// TORCH_ERROR_CODE_CHECK but not yet STABLE_TORCH_ERROR_CODE_CHECK.
 
 // std::runtime_error becomes Python's RuntimeError. STD_TORCH_CHECK would put this file's path and
 // line before the text; the user needs the op and the argument instead.
@@ -58,7 +62,7 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
       std::string("argument '") + argument + "' must be a dense tensor of real numbers, got ";
 
   int32_t layout = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   if (is_sparse(layout)) {
     fail(op, expected + "a sparse tensor; pass tensor.to_dense(), or cast its values");
   }
@@ -66,7 +70,7 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
   // Quantized dtypes have no name in the stable ABI (`scalar_type()` throws without saying which
   // tensor), so their numbers are compared; these have not changed since PyTorch 1.3.
   int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
   if (torch::headeronly::isQIntType(static_cast<ScalarType>(dtype))) {
     fail(op, expected + "a quantized tensor; call tensor.dequantize() first");
   }
@@ -107,7 +111,7 @@ inline bool is_eligible(const Tensor& tensor, const std::optional<int32_t>& devi
     return true;
   }
   int32_t own = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &own));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &own));
   return own == *device_type;
 }
 

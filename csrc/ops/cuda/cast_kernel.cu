@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <array>
 #include <cstdint>
@@ -103,7 +104,7 @@ Tensor empty_like(const Tensor& self, ScalarType dtype) {
   std::array<StableIValue, 6> stack{from(self),         from(std::optional(dtype)),
                                     from(std::nullopt), from(std::nullopt),
                                     from(std::nullopt), from(std::nullopt)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
@@ -118,8 +119,7 @@ Tensor cast(const Tensor& self, ScalarType dtype) {
   Tensor out = empty_like(self, dtype);
   if (self.numel() > 0) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(self.get_device_index(), &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(self.get_device_index(), &stream));
     kernel(out, self, static_cast<cudaStream_t>(stream));
   }
   return out;
