@@ -145,6 +145,7 @@ def _tell(graph_module: fx.GraphModule, context: Context) -> None:
     counted["untouched"] += report.untouched
     counted["bracketed"] += len(report.bracketed)
     counted["casts"] += report.casts
+    counted["checked"] += report.checked
     if not report.nodes:
         return
     log.info("under %s: %s", context.ambient, report)

@@ -103,7 +103,7 @@ def forget() -> None:
 def _load(path: Path) -> dict[str, Verdict]:
     try:
         rows = json.loads(path.read_text())
-        return {key: _verdict(*row) for key, row in rows.items()}
+        return {key: _verdict(*row) for key, row in dict(rows).items()}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError):  # cut off or edited: validate again and write it anew

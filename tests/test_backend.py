@@ -1,0 +1,268 @@
+"""The backend as `torch.compile` sees it: found, configured, protected from autocast, and quiet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autocast_backend import AutocastState
+from tests.support import BF16, FP16, assert_same_bits, train_step
+
+
+def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh process."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+FOUND_WITHOUT_IMPORT = """
+import sys, torch
+assert "torch._dynamo" not in sys.modules and "autocast_backend.ops" not in sys.modules
+f = torch.compile(lambda x: x @ x, backend="smart_autocast", options={"inner": "aot_eager"})
+with torch.autocast("cpu", torch.bfloat16):
+    print(f(torch.ones(2, 2)).dtype)
+"""
+
+
+def test_torch_finds_the_backend_without_an_import_of_ours() -> None:
+    result = run_python(FOUND_WITHOUT_IMPORT)
+    assert result.stdout == "torch.bfloat16\n", result.stderr
+
+
+def test_torch_logs_knows_our_name() -> None:
+    result = run_python(FOUND_WITHOUT_IMPORT, TORCH_LOGS="+smart_autocast")
+    assert result.returncode == 0, result.stderr
+    assert "under cpu: bfloat16: 1 nodes lowered" in result.stderr
+    assert "torch.ops.smart_autocast.autocast_to_bf16.default" in result.stderr
+    quiet = run_python(FOUND_WITHOUT_IMPORT)
+    assert quiet.stderr == ""
+
+
+def test_the_log_names_brackets_and_their_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.linalg.matrix_power(x.sin(), 3)
+
+    torch._dynamo.reset()
+    with caplog.at_level("INFO", logger="autocast_backend"):
+        options = {"inner": "aot_eager"}
+        torch.compile(function, backend="smart_autocast", options=options)(torch.ones(4, 4))
+    (line,) = [m for m in caplog.messages if "stays under autocast" in m]
+    assert "linalg_matrix_power" in line
+    assert "test_backend.py" in line
+
+
+def test_the_counters_count() -> None:
+    counters = torch._dynamo.utils.counters["smart_autocast"]
+    counters.clear()
+    torch._dynamo.reset()
+    f = torch.compile(
+        lambda x: (x @ x).sin(), backend="smart_autocast", options={"inner": "aot_eager"}
+    )
+    with torch.autocast(**BF16):
+        f(torch.ones(4, 4))
+    expected = {"graphs": 1, "lowered": 1, "untouched": 1, "bracketed": 0, "casts": 2}
+    assert {name: counters[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "aot_eager_decomp_partition", "callable"])
+@pytest.mark.parametrize("region", [BF16, FP16], ids=["bf16", "fp16"])
+def test_inner_compilers(inner: Any, region: dict[str, Any]) -> None:
+    """Any registered backend, or a callable; those without AOTAutograd run the lowered graph itself,
+    with autocast off."""
+    seen: list[AutocastState] = []
+
+    def compile_nothing(graph_module: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            seen.append(AutocastState.current())
+            return graph_module(*args)
+
+        return run
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.ones(2, 8)
+    options = {"inner": compile_nothing if inner == "callable" else inner}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="smart_autocast", options=options)
+    with torch.autocast(**region):
+        expected = model(x)
+        assert_same_bits(compiled(x), expected)
+    assert all(not state.enabled_devices for state in seen)
+    assert bool(seen) == (inner == "callable")
+
+
+def test_inductor_config_patches_reach_inductor_and_its_lazy_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import compile_fx, config
+
+    seen = []
+
+    def spy(graph: Any, inputs: Any, **_: Any) -> Any:
+        seen.append(config.max_autotune_gemm_backends)
+        raise RuntimeError("seen enough")
+
+    monkeypatch.setattr(compile_fx, "_compile_fx_inner", spy)
+    torch._dynamo.reset()
+    options = {"inductor": {"max_autotune_gemm_backends": "ATEN", "fx_graph_cache": False}}
+    compiled = torch.compile(torch.sin, backend="smart_autocast", options=options)
+    with pytest.raises(Exception, match="seen enough"):
+        compiled(torch.ones(3))
+    assert seen == ["ATEN"]
+    assert config.max_autotune_gemm_backends != "ATEN"
+
+
+class Island(nn.Module):
+    """A region inside the model: the caller has autocast off in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            x = self.a(x)
+        return self.b(x.float())
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_autocast_around_backward_does_not_act_on_the_compiled_backward(inner: str) -> None:
+    """It was traced with the casts it needs. Stock runs it under whatever is on: with `aot_eager`
+    its matrix products come out in another precision."""
+
+    def gradients(outside: bool, **compile_arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Island()
+        loss = torch.compile(model, **compile_arguments)(torch.ones(4, 8)).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    ours = {"backend": "smart_autocast", "options": {"inner": inner}}
+    assert_same_bits(gradients(False, **ours), gradients(True, **ours))
+    if inner == "aot_eager":
+        stock = [gradients(outside, backend="aot_eager") for outside in (False, True)]
+        with pytest.raises(AssertionError, match="differs"):
+            assert_same_bits(*stock)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_an_error_in_the_model_arrives_unchanged_and_the_state_is_restored(inner: str) -> None:
+    class Broken(ValueError):
+        pass
+
+    @torch.library.custom_op("smart_autocast_tests::broken", mutates_args=())
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise Broken("from the model")
+
+    @broken.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = torch.linalg.matrix_power(x.sin(), 3)  # stays in a bracket
+            return torch.linalg.matrix_power(broken(y).float(), 3)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="smart_autocast", options={"inner": inner})
+    for outside in (BF16, {**BF16, "enabled": False}):
+        with torch.autocast(**outside):
+            before = AutocastState.current()
+            with pytest.raises(Broken, match="from the model"):
+                compiled(torch.ones(4, 4))
+            assert AutocastState.current() == before
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+
+
+def test_a_failing_inner_compiler_leaves_the_state_alone() -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("inner")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.sin, backend="smart_autocast", options={"inner": fails})
+    with torch.autocast(**FP16):
+        before = AutocastState.current()
+        with pytest.raises(Exception, match="inner"):
+            compiled(torch.ones(2))
+        assert AutocastState.current() == before
+
+
+def test_another_ambient_state_is_another_compilation() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: x @ x, backend="smart_autocast", options={"inner": "aot_eager"}
+    )
+    x = torch.ones(2, 2)
+    dtypes = [compiled(x).dtype]
+    for region in (BF16, FP16, {**BF16, "enabled": False}):
+        with torch.autocast(**region):
+            dtypes.append(compiled(x).dtype)
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+
+
+def test_a_graph_outside_every_region_is_compiled_as_stock_compiles_it() -> None:
+    def outputs(**compile_arguments: Any) -> Any:
+        return train_step(lambda: nn.Linear(8, 8), (torch.ones(2, 8),), **compile_arguments)
+
+    ours = outputs(backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(ours, outputs(backend="aot_eager"))
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rdzv", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            for layer in self.layers:
+                x = layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["in_graph", "ambient"])
+def test_regions_cut_by_ddps_graph_splits(one_process_group: None, ambient: bool) -> None:
+    """DDPOptimizer cuts the graph into buckets and compiles each by itself."""
+
+    def run(backend: str, **compile_arguments: Any) -> tuple[Any, int]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Deep(), bucket_cap_mb=1)
+        compiled = torch.compile(model, backend=backend, **compile_arguments)
+        with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
+            out = compiled(torch.ones(2, 512))
+        out.float().sum().backward()
+        return (out, [p.grad for p in model.parameters()])
+
+    counters = torch._dynamo.utils.counters["smart_autocast"]
+    expected = run("aot_eager")
+    counters.clear()
+    actual = run("smart_autocast", options={"inner": "aot_eager"})
+    assert counters["graphs"] > 1
+    assert counters["lowered"] >= 4
+    assert_same_bits(actual, expected)

@@ -1,0 +1,168 @@
+"""Compile caches keep working: a second process over one cache directory compiles nothing, asks
+validation nothing, and computes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from autocast_backend import AutocastState, verdicts
+from tests.support import BF16, graph_of, lower_with_report
+from tests.test_backend import run_python
+
+PROGRAM = """
+import contextlib, json, torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        region = torch.autocast("cpu", torch.bfloat16) if {in_graph} else contextlib.nullcontext()
+        with region:
+            return self.b(torch.relu(self.a(x))) + self.b(torch.relu(self.a(x + 1)))
+
+torch.manual_seed(0)
+model = Model()
+x = torch.arange(32.0).view(4, 8) / 32
+with torch.autocast("cpu", torch.{dtype}, enabled=not {in_graph}):
+    out = torch.compile(model, backend="{backend}")(x)
+out.float().square().sum().backward()
+aot = counters["aot_autograd"]
+print(json.dumps({{
+    "hit": aot["autograd_cache_hit"], "miss": aot["autograd_cache_miss"],
+    "bypass": aot["autograd_cache_bypass"],
+    "checked": counters["smart_autocast"]["checked"],
+    "dtype": str(out.dtype),
+    "values": [t.flatten().tolist() for t in (out, *(p.grad for p in model.parameters()))],
+}}))
+"""
+
+
+def run(cache: Path, backend: str, in_graph: bool, dtype: str = "bfloat16") -> dict[str, Any]:
+    program = PROGRAM.format(backend=backend, in_graph=in_graph, dtype=dtype)
+    result = run_python(program, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_graph", [True, False], ids=["in_graph", "ambient"])
+def test_a_second_process_hits_the_caches_and_is_right(tmp_path: Path, in_graph: bool) -> None:
+    cold = run(tmp_path, "smart_autocast", in_graph)
+    warm = run(tmp_path, "smart_autocast", in_graph)
+    assert (cold["hit"], cold["miss"], cold["bypass"]) == (0, 1, 0)
+    assert (warm["hit"], warm["miss"], warm["bypass"]) == (1, 0, 0)
+    assert cold["checked"] > 0 == warm["checked"]
+    assert warm["values"] == cold["values"]
+    if not in_graph:
+        # Another ambient dtype over the same caches is another entry, never the first one's.
+        other = run(tmp_path, "smart_autocast", in_graph, "float16")
+        assert (other["hit"], other["miss"]) == (0, 1)
+        assert other["dtype"] == "torch.float16"
+
+
+@pytest.mark.slow
+def test_stock_bypasses_its_cache_for_a_region_in_the_graph(tmp_path: Path) -> None:
+    """PyTorch #191106: enter and exit nodes are not cacheable on 2.13. If this fails, torch has
+    learned to cache them, and the comparison in the docs must change."""
+    stock = run(tmp_path, "inductor", in_graph=True)
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.14":
+        assert (stock["hit"], stock["miss"], stock["bypass"]) == (0, 0, 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: str(tmp_path))
+    verdicts.forget()
+    return tmp_path / "smart_autocast"
+
+
+def lower_a_product(n: int = 4) -> int:
+    """Lower a graph of one call; how many calls were validated."""
+    state = AutocastState.of(BF16)
+    with FakeTensorMode():
+        x = torch.empty(n, n)
+        return lower_with_report(graph_of(torch.mm, (x, x), {}, state), state).checked
+
+
+def test_verdicts_survive_the_process(store: Path) -> None:
+    assert lower_a_product() == 1
+    verdicts.forget()
+    assert lower_a_product() == 0
+    verdicts.forget()
+    assert lower_a_product(5) == 1  # another question
+    assert len(list(store.iterdir())) == 2
+
+
+def test_verdicts_of_another_version_do_not_count(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lower_a_product() == 1
+    verdicts.forget()
+    monkeypatch.setattr(verdicts, "_version", lambda: "another torch, or another source of ours")
+    assert lower_a_product() == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 1}', "null"])
+def test_a_damaged_file_is_asked_again_and_replaced(store: Path, content: str) -> None:
+    lower_a_product()
+    (path,) = store.iterdir()
+    good = path.read_text()
+    path.write_text(content)
+    verdicts.forget()
+    assert lower_a_product() == 1
+    assert path.read_text() == good
+
+
+def test_a_bracket_survives_the_process(store: Path) -> None:
+    state = AutocastState.of(BF16)
+
+    def lower() -> Any:
+        with FakeTensorMode():
+            x = torch.empty(4, 4)
+            module = graph_of(torch.linalg.matrix_power, (x, 3), {}, state)
+            return lower_with_report(module, state)
+
+    first = lower()
+    verdicts.forget()
+    second = lower()
+    assert (first.checked, second.checked) == (1, 0)
+    assert [str(b) for b in first.bracketed] == [str(b) for b in second.bracketed] != []
+
+
+def test_code_that_may_change_between_processes_is_asked_again(store: Path) -> None:
+    """A user's function has the same name tomorrow and another body."""
+
+    @torch.library.custom_op("smart_autocast_tests::triple", mutates_args=())
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    @triple.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    state = AutocastState.of(BF16)
+    for _ in range(2):
+        verdicts.forget()
+        with FakeTensorMode():
+            x = torch.empty(4, 4)
+            op = torch.ops.smart_autocast_tests.triple.default
+            assert lower_with_report(graph_of(op, (x,), {}, state), state).checked == 1
+
+
+def test_without_a_cache_directory_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    verdicts.forget()
+    assert lower_a_product() == 1
+    assert list(tmp_path.iterdir()) == []

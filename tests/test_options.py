@@ -1,0 +1,86 @@
+"""What bad options get: an error before anything compiles, as the class a user would catch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autocast_backend.options import Options, parse_options
+from tests.support import BF16
+
+
+def compile_with(options: dict[str, Any] | None = None, mode: str | None = None) -> Any:
+    torch._dynamo.reset()
+    arguments: dict[str, Any] = {"options": options} if options else {}
+    if mode:
+        arguments["mode"] = mode
+    return torch.compile(torch.sin, backend="smart_autocast", **arguments)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"iner": "aot_eager"}, r"unknown option 'iner'; expected 'inner'"),
+        ({"policies": {}}, r"'policies' is not built yet"),
+        ({"weight_cache": "scope"}, r"'weight_cache' is not built yet"),
+        ({"backward_pass_autocast": "auto"}, r"is not built yet"),
+        ({"inner": "aot_eger"}, r"no backend is called 'aot_eger'; expected .*'aot_eager'"),
+        ({"inner": "smart_autocast"}, r"another backend than 'smart_autocast'"),
+        ({"validate": "strictly"}, r"'strictly'; expected 'strict'"),
+        ({"autocast": {"device_type": "gpu"}}, r"'autocast': device_type: expected one of"),
+        ({"autocast": {"dtype": torch.float16}}, r"'autocast': \"device_type\" is missing"),
+        ({"autocast": {"device_type": "cpu", "dtype": torch.float64}}, r"got torch.float64"),
+        ({"autocast": [BF16, {"device": "cpu"}]}, r"unknown torch.autocast argument 'device'"),
+        ({"inductor": {"max_autotun": True}}, r"unknown Inductor config .*'max_autotune'"),
+        ({"inner": "aot_eager", "inductor": {"cpp_wrapper": True}}, r"needs inner='inductor'"),
+    ],
+)
+def test_an_impossible_value_is_a_value_error(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compile_with(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"inner": 3}, r"'inner': expected the name of a backend or a callable; got 3"),
+        ({"validate": True}, r"'validate': expected a string; got True"),
+        ({"autocast": "cpu"}, r"'autocast': expected None, a dict"),
+        ({"autocast": ["cpu"]}, r"dict of torch.autocast arguments"),
+        ({"autocast": {"device_type": "cpu", "enabled": "yes"}}, r"enabled: expected a bool"),
+        ({"inductor": ["max_autotune"]}, r"'inductor': expected a dict"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_a_type_error(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        compile_with(options)
+
+
+def test_mode() -> None:
+    with pytest.raises(ValueError, match=r"unknown mode 'max-autotun'; expected 'max-autotune'"):
+        compile_with(mode="max-autotun")
+    with pytest.raises(ValueError, match=r"mode='max-autotune' needs inner='inductor'"):
+        parse_options({"inner": "aot_eager"}, "max-autotune")
+    patches = parse_options({"inductor": {"max_autotune": False}}, "max-autotune").inductor
+    assert patches["max_autotune"] is False  # the option wins over the mode
+    assert patches["coordinate_descent_tuning"] is True
+
+
+def test_nothing_is_compiled_before_the_options_are_checked() -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("compiled")
+
+    with pytest.raises(ValueError, match="unknown option"):
+        compile_with({"inner": never, "unknown": 1})
+
+
+def test_every_option_is_documented_where_it_is_declared() -> None:
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(Options)).body[0].body[1:]  # type: ignore[attr-defined]
+    for declared, doc in zip(body[::2], body[1::2], strict=True):
+        assert isinstance(declared, ast.AnnAssign)
+        assert isinstance(doc, ast.Expr)
