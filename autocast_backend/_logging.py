@@ -1,7 +1,7 @@
 """The `smart_autocast` log: `TORCH_LOGS="+smart_autocast"` shows lowered graphs and brackets.
 
-`register` is an entry point of the group `torch.backends`, which `import torch` calls just before it
-reads `TORCH_LOGS`: the name is known although the user imports nothing of ours. It runs in every
+`register` is an entry point of the group `torch.backends`, which `import torch` calls just before
+it reads `TORCH_LOGS`: the name is known although the user imports nothing of ours. It runs in every
 process that imports torch, so this module imports nothing but `logging`.
 """
 

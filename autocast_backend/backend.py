@@ -1,4 +1,5 @@
-"""The backend: what `torch.compile(model, backend="smart_autocast")` calls, in order of execution."""
+"""The backend: what `torch.compile(model, backend="smart_autocast")` calls, in order of
+execution."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ def _while_compiling(now: AutocastState, in_region: bool) -> Iterator[None]:
     compilation, but only if it finds some device type on when it compiles - and a backward may run
     under any state. So device types that nothing here lives on are left on: bystanders.
 
-    Backward is traced as stock traces it, under the state around the forward. Its dtypes stay out of
-    the config (structured logs cannot write a dtype down) and are those in force; the bystanders
+    Backward is traced as stock traces it, under the state around the forward. Its dtypes stay out
+    of the config (structured logs cannot write a dtype down) and are those in force; the bystanders
     carry them, because AOTAutograd's cache key has the dtypes of the device types that are on.
     """
     if not now.enabled_devices and not (in_region and torch.is_grad_enabled()):

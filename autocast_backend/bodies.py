@@ -1,4 +1,5 @@
-"""Higher-order ops whose body runs once, where its node stands: they are lowered like inlined code."""
+"""Higher-order ops whose body runs once, where its node stands: they are lowered like inlined
+code."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ class InPlace:
 
 IN_PLACE = {
     "tag_activation_checkpoint": InPlace(1, True, lambda returned: returned),
-    # (forward body, backward body, *operands). The forward body returns (outputs, saved tensors) and
-    # runs as `torch.autograd.Function.forward` does. The backward body is left alone: it runs later,
-    # under the state of the backward pass.
+    # (forward body, backward body, *operands). The forward body returns (outputs, saved tensors)
+    # and runs as `torch.autograd.Function.forward` does. The backward body is left alone: it runs
+    # later, under the state of the backward pass.
     "autograd_function_apply": InPlace(2, False, lambda returned: returned[0]),
 }
 

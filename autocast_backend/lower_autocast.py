@@ -22,8 +22,8 @@ def lower_autocast(
 
     Args:
         graph_module: a graph of torch-level calls, as Dynamo gives it to a backend, in which every
-            call has its value under eager autocast, a fake tensor, in `meta["example_value"]`. It is
-            left as it is.
+            call has its value under eager autocast, a fake tensor, in `meta["example_value"]`. It
+            is left as it is.
         ambient: the autocast state around the graph: an `AutocastState`, the arguments of one
             `torch.autocast`, or a sequence of them. Regions inside the graph come on top.
         policies: overrides of the policy table; not built yet, so only None.
@@ -41,7 +41,7 @@ def lower_autocast(
     """
     if not isinstance(graph_module, fx.GraphModule):
         raise TypeError(
-            "graph_module: expected a torch.fx.GraphModule, such as the one Dynamo gives a backend; "
+            "graph_module: expected a torch.fx.GraphModule, such as Dynamo gives a backend; "
             f"got {type(graph_module).__name__}"
         )
     if policies is not None:
@@ -53,13 +53,16 @@ def lower_autocast(
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with nodes of its own, bodies of higher-order ops included, that shares parameters and
-    metadata values. (`copy.deepcopy` would clone the fake mode, and with it every example value.)"""
+    metadata values.
+
+    (`copy.deepcopy` would clone the fake mode, and with it every example value.)
+    """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
         if hasattr(node, "_dynamo_source"):  # torch keeps it outside of meta
-            values[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            values[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)
     for name, child in module.named_children():
@@ -74,6 +77,6 @@ def _check_example_values(module: fx.GraphModule) -> None:
     calls = [n for n in module.graph.nodes if n.op == "call_function"]
     if calls and not known:
         raise ValueError(
-            'graph_module: no node has a tensor in meta["example_value"]; expected the fake value of '
-            "every call under eager autocast, as in the graphs Dynamo gives a backend"
+            'graph_module: no node has a tensor in meta["example_value"]; expected the fake value '
+            "of every call under eager autocast, as in the graphs Dynamo gives a backend"
         )

@@ -14,8 +14,8 @@ becomes
     wide = promote([h, x])
     y = cat([wide[0], wide[1]])
 
-Left alone: nodes outside every region; nodes that autocast does not change; `out=` and in-place calls,
-which eager autocast does not change either.
+Left alone: nodes outside every region; nodes that autocast does not change; `out=` and in-place
+calls, which eager autocast does not change either.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch import fx
 
 from . import recipes
 from ._torch import (
+    disable_autocast,
     enter_autocast,
     exit_autocast,
     fake_mode_of,
-    disable_autocast,
     is_functorch_transform,
     is_higher_order_op,
     is_set_grad_enabled,
@@ -264,8 +264,11 @@ def _looks_mutating(node: fx.Node) -> bool:
 
 
 _IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, f"i{name}")
-    for name in "add and concat floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()
+    getattr(operator, name)
+    for name in (
+        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod"),
+        *("imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
+    )
 )
 
 
@@ -366,8 +369,8 @@ class _Writer:
 
     def _bracket(self, run: list[_Candidate]) -> None:
         state = run[0].placement.state
-        # None: as it is around. AOTAutograd traces with the weight cache off, because the tensors it
-        # would keep belong to the trace; a bracket must not switch it on again.
+        # None: as it is around. AOTAutograd traces with the weight cache off, because the tensors
+        # it would keep belong to the trace; a bracket must not switch it on again.
         cache = None if state.cache_enabled else False
         with self.graph.inserting_before(run[0].node):
             entered = [

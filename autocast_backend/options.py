@@ -21,14 +21,14 @@ class OptionValueError(_PassThrough, ValueError):  # type: ignore[misc,valid-typ
     """An unknown option, or a value an option does not take. Reaches the user as a `ValueError`."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, first_useful_frame=None)
+        super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
 
 
 class OptionTypeError(_PassThrough, TypeError):  # type: ignore[misc,valid-type]
     """A value of the wrong type. Reaches the user as a `TypeError`."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, first_useful_frame=None)
+        super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Options:
     """How a graph is compiled. Each field is documented where it is declared."""
 
     inner: str | Callable[..., Any] = "inductor"
-    """Who compiles the lowered graph: "inductor", "aot_eager", any registered backend, or a callable
-    `(graph_module, example_inputs) -> callable`."""
+    """Who compiles the lowered graph: "inductor", "aot_eager", any registered backend, or a
+    callable `(graph_module, example_inputs) -> callable`."""
 
     autocast: tuple[Mapping[str, Any], ...] = ()
     """Arguments of `torch.autocast` (a dict, or a list of them): treat the whole graph as such a
@@ -45,10 +45,12 @@ class Options:
 
     validate: str = "strict"
     """How each lowered call is proved equal to eager autocast while it compiles. "strict": the ops
-    below autograd and their dtypes; "dtype": the dtypes and shapes of results; "off": not at all."""
+    below autograd and their dtypes; "dtype": the dtypes of results; "off": not at all - the
+    policy table is believed, which is wrong wherever a composite hides a policy op."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    """Inductor config patches, such as {"max_autotune": True}; `mode=` of `torch.compile` works too."""
+    """Inductor config patches, such as {"max_autotune": True}. `mode=` of `torch.compile` works as
+    in stock."""
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -97,8 +99,8 @@ def _check_autocast(given: Any) -> tuple[Mapping[str, Any], ...]:
     entries = [given] if isinstance(given, Mapping) else given
     if not isinstance(entries, (list, tuple)):
         raise OptionTypeError(
-            "option 'autocast': expected None, a dict of torch.autocast arguments or a list of such "
-            f"dicts; got {given!r}"
+            "option 'autocast': expected None, a dict of torch.autocast arguments or a list of "
+            f"such dicts; got {given!r}"
         )
     for arguments in entries:
         try:

@@ -1,8 +1,8 @@
 """The policy table: what autocast does to which op, as data.
 
 The rows are PyTorch's own (`ATen/autocast_mode.h` and `.cpp`), one table per device type, keyed by
-the names the dispatcher registers. `tests/test_policies.py` compares them with the dispatcher of the
-installed torch and each policy with what real autocast does to fake tensors.
+the names the dispatcher registers. `tests/test_policies.py` compares them with the dispatcher of
+the installed torch and each policy with what real autocast does to fake tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import enum
 import functools
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
@@ -47,46 +48,48 @@ _CPU = _table(
         mkldnn_rnn_layer mm prelu scaled_dot_product_attention
     """,
     fp32="""
-        _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d
-        binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse
-        cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
-        fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2
-        fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
-        fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d
-        hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky linalg_cholesky_ex
-        linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
-        linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
-        linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
+        _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d
+        avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
+        cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss ctc_loss.IntList
+        ctc_loss.Tensor fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft
+        fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
+        fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler grid_sampler_2d
+        grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky
+        linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
+        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq
+        linalg_matrix_rank linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
         linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals
         linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d max_unpool2d
-        max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
-        nanquantile nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar
-        prod prod.dim_int qr quantile quantile.scalar reflection_pad1d reflection_pad2d
-        replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft
-        stft.center svd trace triangular_solve triplet_margin_loss view_as_complex
+        max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss
+        multilabel_margin_loss_forward nanquantile nanquantile.scalar nll_loss nll_loss2d orgqr
+        ormqr pinverse poisson_nll_loss polar prod prod.dim_int qr quantile quantile.scalar
+        reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+        smooth_l1_loss soft_margin_loss stft stft.center svd trace triangular_solve
+        triplet_margin_loss view_as_complex
     """,
     promote="cat index_copy stack",
 )
 
 _CUDA = _table(
     lower_precision_fp="""
-        _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell
-        _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d
-        conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution
-        cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot
-        linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+        _convolution _convolution.deprecated _scaled_dot_product_flash_attention
+        _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul
+        conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
+        convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot
+        linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+        scaled_dot_product_attention
     """,
     fp32="""
         _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
-        _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits
-        cdist cosh cosine_embedding_loss cosine_similarity dist erfinv exp expm1 frobenius_norm.dim
-        group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2
-        logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
-        native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss
-        pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh
-        smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
-        upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
-        upsample_nearest3d upsample_trilinear3d
+        _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin
+        binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity dist
+        erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div
+        l1_loss layer_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss
+        multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm
+        nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+        reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan
+        triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
     """,
     fp32_set_opt_dtype="""
         cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm
@@ -163,11 +166,14 @@ def find_policy(name: str | None, device_type: str) -> Policy | None:
     if not name:
         return None
     if "." in name:
-        return TABLES.get(device_type, {}).get(name)
+        rows = TABLES.get(device_type)
+        return rows.get(name) if rows else None
     return _by_base_name(device_type).get(name)
 
 
 @functools.cache
 def _by_base_name(device_type: str) -> dict[str, Policy]:
-    rows = {**COMPOSITES.get(device_type, {}), **TABLES.get(device_type, {})}
+    rows: dict[str, Policy] = {}
+    for table in (COMPOSITES, TABLES):
+        rows.update(table.get(device_type, {}))
     return {op.partition(".")[0]: policy for op, policy in rows.items()}

@@ -1,7 +1,7 @@
 """A policy, applied to one call: which of its arguments pass through which smart cast.
 
-A recipe is data; `apply` follows it once with fake tensors, to see what it does, and once with graph
-nodes, to write it down. So what was checked is what is built.
+A recipe is data; `apply` follows it once with fake tensors, to see what it does, and once with
+graph nodes, to write it down. So what was checked is what is built.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -77,7 +77,12 @@ class Recipe:
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The node arguments of a call in order of appearance, an argument used twice twice."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+
+    def keep(argument: fx.Node) -> fx.Node:
+        found.append(argument)
+        return argument
+
+    fx.node.map_arg((node.args, node.kwargs), keep)
     return found
 
 
@@ -94,13 +99,10 @@ def build(node: fx.Node, state: AutocastState) -> Recipe | None:
     casts: list[tuple[int, Cast]] = []
     promoted: list[tuple[tuple[int, ...], str | None]] = []
     with_dtype = None
-    mixed = len({t.device.type for t in arguments if _is_castable(t)}) > 1
+    places = {i: t.device.type for i, t in enumerate(arguments) if _is_castable(t)}
+    mixed = len(set(places.values())) > 1
     for device in state.enabled_devices:
-        mine = tuple(
-            i
-            for i, t in enumerate(arguments)
-            if _is_castable(t) and t.device.type == device.device_type
-        )
+        mine = tuple(i for i, place in places.items() if place == device.device_type)
         policy = find_policy(name, device.device_type) if mine else None
         limit = device.device_type if mixed else None
         if policy in (Policy.LOWER_PRECISION_FP, Policy.FP32):
@@ -129,7 +131,7 @@ def _cast(policy: Policy, device: DeviceAutocast, limit: str | None) -> Cast:
     return Cast(_SMART.autocast_to_reduced_precision.default, (device.dtype,), limit)
 
 
-def _is_castable(value: Any) -> bool:
+def _is_castable(value: Any) -> TypeGuard[torch.Tensor]:
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -147,7 +149,8 @@ def _overload_with_dtype(name: str, node: fx.Node) -> torch._ops.OpOverload | No
 
 
 def bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of a torch-level call by the names of `op`'s schema; None where they do not fit.
+    """The arguments of a torch-level call by the names of `op`'s schema; None where they do not
+    fit.
 
     Spells `input` as `self` and drops `_stacklevel`, which `torch.nn.functional` adds.
     """

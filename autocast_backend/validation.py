@@ -25,8 +25,11 @@ _CASTS = (torch.ops.aten._to_copy.default,)
 # Ops that only rename elements give the same bits before and after a cast, in both directions of
 # autograd, so their dtypes tell nothing. `expand` is not one of them: its backward is a sum.
 _RENAMING = frozenset(
-    "aten::" + op
-    for op in "_unsafe_view alias detach permute squeeze t transpose unsqueeze view".split()
+    f"aten::{op}"
+    for op in (
+        *("_unsafe_view", "alias", "detach", "permute", "squeeze"),
+        *("t", "transpose", "unsqueeze", "view"),
+    )
 )
 # Autocast kernels and Python wrappers ask a tensor for its device; that is no computation.
 _IGNORED_NAMESPACES = ("prim",)
@@ -75,7 +78,7 @@ def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, weight_cache: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.casts: set[tuple[int, ...]] = set()
         self.cast_to: dict[int, torch.dtype] = {}
@@ -157,8 +160,9 @@ def difference(
     """Why `ours` is not proved equal to `eager`, in words; None where it is.
 
     Args:
-        level: "dtypes" compares the dtypes of the results; "ops" compares their shapes, the sequence
-            of (op, input dtypes, output dtypes) below autograd and the number of casts as well.
+        level: "dtypes" compares the dtypes of the results; "ops" compares their shapes, the
+            sequence of (op, input dtypes, output dtypes) below autograd and the number of casts as
+            well.
     """
     if isinstance(eager, Failed):
         return f"under autocast it cannot run on fake tensors ({eager.message})"

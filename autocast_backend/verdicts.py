@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ class Verdict:
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
     """Everything a verdict depends on. Keys that name an object's address are never written to disk
     (`Verdicts.save`)."""
-    described = _describe(fx.node.map_arg((node.args, node.kwargs), lambda n: _Leaf(n)))
+    leaves: Callable[[fx.Node], Any] = _Leaf
+    described = _describe(fx.node.map_arg((node.args, node.kwargs), leaves))
     devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
     flags = (state.cache_enabled, grad, strict)
     return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
@@ -82,7 +83,8 @@ class Verdicts:
         self._unsaved = True
 
     def save(self) -> None:
-        """Write the verdicts for the next process, if there are new ones and a cache to write to."""
+        """Write the verdicts for the next process, if there are new ones and a cache to write
+        to."""
         if not self._unsaved or self._path is None:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}

@@ -94,10 +94,12 @@ class Lowering:
     def __call__(self) -> float:
         if not self._known:
             verdicts.forget()
-        graph, context = copy_graph(self._graph), Context(ambient=self._ambient)
         gc.collect()
+        gc.freeze()  # or collections during this lowering would walk the graphs of all the others
+        graph, context = copy_graph(self._graph), Context(ambient=self._ambient)
         with torch._inductor.config.patch(fx_graph_cache=False):  # no verdicts from disk
             lower(graph, context)
+        gc.unfreeze()
         stages = {name: context.report.seconds[name] for name in STAGES}
         self.stages.append(stages)
         self.checked = context.report.checked

@@ -83,8 +83,8 @@ def test_the_counters_count() -> None:
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "aot_eager_decomp_partition", "callable"])
 @pytest.mark.parametrize("region", [BF16, FP16], ids=["bf16", "fp16"])
 def test_inner_compilers(inner: Any, region: dict[str, Any]) -> None:
-    """Any registered backend, or a callable; those without AOTAutograd run the lowered graph itself,
-    with autocast off."""
+    """Any registered backend, or a callable; those without AOTAutograd run the lowered graph
+    itself, with autocast off."""
     seen: list[AutocastState] = []
 
     def compile_nothing(graph_module: torch.fx.GraphModule, _: Any) -> Any:

@@ -1,7 +1,8 @@
 """Equal to eager autocast: dtypes and bits of outputs, gradients and buffers, module by module.
 
 With `inner="aot_eager"` nothing but our lowering and AOTAutograd stands between a model and the
-oracle, so bits must agree. Inductor reorders sums and fuses roundings away: there results are close.
+oracle, so bits must agree. Inductor reorders sums and fuses roundings away: there results are
+close.
 """
 
 from __future__ import annotations

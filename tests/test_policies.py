@@ -67,8 +67,8 @@ _NO_ANSWER = {
     [("cpu", torch.bfloat16), ("cuda", torch.float16)],
 )
 def test_pytorchs_own_lists_are_lowered(device_type: str, dtype: torch.dtype) -> None:
-    """Every op of PyTorch's autocast tests is lowered and proved equal below autograd, not bracketed;
-    but for `torch.norm`, a Python composite."""
+    """Every op of PyTorch's autocast tests is lowered and proved equal below autograd, not
+    bracketed; but for `torch.norm`, a Python composite."""
     state = AutocastState.of({"device_type": device_type, "dtype": dtype})
     lists = {"cpu": AutocastCPUTestLists, "cuda": AutocastTestLists}[device_type]
     lowered, bracketed, asked = 0, [], 0

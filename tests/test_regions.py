@@ -15,7 +15,8 @@ OFF = AutocastState.off()
 
 
 def graph_of(*steps: str) -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """A graph from steps: a name is a call; `+a` enters region a (`-cpu`: switched off), `-a` leaves it."""
+    """A graph from steps: a name is a call; `+a` enters region a (`-cpu`: switched off), `-a`
+    leaves it."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     opened: dict[str, fx.Node] = {}
