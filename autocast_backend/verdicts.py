@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,13 @@ class Verdict:
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
     """Everything a verdict depends on. Keys that name an object's address are never written to disk
     (`Verdicts.save`)."""
-    leaves: Callable[[fx.Node], Any] = _Leaf
-    described = _describe(fx.node.map_arg((node.args, node.kwargs), leaves))
+    numbers: dict[int, int] = {}
+
+    def leaf(argument: fx.Node) -> Any:
+        value = argument.meta.get("example_value", argument.name)
+        return _Leaf(value, numbers.setdefault(id(value), len(numbers)))
+
+    described = _describe(fx.node.map_arg((node.args, node.kwargs), leaf))
     devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
     flags = (state.cache_enabled, grad, strict)
     return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
@@ -141,11 +146,12 @@ def _is_stable(key: str) -> bool:
     return " at 0x" not in key and target.startswith(("torch.", "aten.", "method:", "_operator."))
 
 
+@dataclass(frozen=True)
 class _Leaf:
-    """An argument node, described by its example value."""
+    """An argument node: its example value, and which of the arguments are one and the same."""
 
-    def __init__(self, node: fx.Node) -> None:
-        self.value = node.meta.get("example_value", node.name)
+    value: Any
+    number: int
 
 
 def _target(target: Any) -> str:
@@ -160,7 +166,7 @@ def _target(target: Any) -> str:
 
 def _describe(value: Any) -> str:
     if isinstance(value, _Leaf):
-        return _describe(value.value)
+        return f"{_describe(value.value)}#{value.number}"
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value)
     if isinstance(value, (list, tuple)):

@@ -29,7 +29,9 @@ CPU_BF16 = AutocastState.of(BF16)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_verdicts() -> None:
+def _fresh_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask validation every question anew, whatever earlier runs left in memory and on disk."""
+    monkeypatch.setattr(verdict_store, "compile_cache_dir", lambda: None)
     verdict_store.forget()
 
 

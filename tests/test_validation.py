@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from autocast_backend import AutocastState, lowering, recipes, verdicts
+from autocast_backend import AutocastState, proving, recipes, verdicts
 from autocast_backend.policies import Policy
 from autocast_backend.validation import Failed, difference, observe, observed
 from tests.support import BF16, graph_of, lower_with_report, targets
@@ -18,7 +18,9 @@ STATE = AutocastState.of(BF16)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_verdicts() -> None:
+def _fresh_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask validation every question anew, whatever earlier runs left in memory and on disk."""
+    monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: None)
     verdicts.forget()
 
 
@@ -140,8 +142,8 @@ def test_only_the_strict_check_sees_behind_an_equal_result(
 
 def test_equal_questions_are_asked_once(monkeypatch: pytest.MonkeyPatch, fake_mode: Any) -> None:
     asked = []
-    real = lowering.observe
-    monkeypatch.setattr(lowering, "observe", lambda *a: asked.append(1) or real(*a))
+    real = proving.observe
+    monkeypatch.setattr(proving, "observe", lambda *a: asked.append(1) or real(*a))
     x = torch.empty(4, 4)
     for _ in range(3):
         lower_with_report(graph_of(torch.mm, (x, x), {}, STATE), STATE)
@@ -149,3 +151,12 @@ def test_equal_questions_are_asked_once(monkeypatch: pytest.MonkeyPatch, fake_mo
     assert once > 0
     lower_with_report(graph_of(torch.mm, (x.half(), x.half()), {}, STATE), STATE)
     assert len(asked) == 2 * once
+
+
+def test_one_tensor_twice_is_another_question_than_two_tensors(fake_mode: Any) -> None:
+    x, y = torch.empty(4, 4), torch.empty(4, 4)
+    assert lower_with_report(graph_of(torch.mm, (x, y), {}, STATE), STATE).checked == 1
+    module = graph_of(torch.mm, (x, y), {}, STATE)
+    (call,) = [n for n in module.graph.nodes if n.op == "call_function"]
+    call.args = (call.args[0], call.args[0])
+    assert lower_with_report(module, STATE).checked == 1

@@ -1,0 +1,98 @@
+"""The plan of a lowering: which calls stand inside a region, and what the policy table says.
+
+Nothing is changed yet, and nothing is proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from . import recipes
+from ._torch import is_functorch_transform, is_higher_order_op, is_set_grad_enabled
+from .bodies import Bodies
+from .recipes import Recipe, tensor_arguments
+from .regions import Placement, find_regions, is_region_node
+
+
+@dataclass
+class Candidate:
+    """A call inside a region, and what is to become of it.
+
+    Attributes:
+        node: the call.
+        position: its place among the nodes of its graph, `get_attr` nodes not counted.
+        placement: the autocast state and the scope it stands under.
+        grad: whether autograd records there.
+        recipe: the casts to write; None where the call is left alone.
+        refused: why it stays under autocast; None where it does not.
+        shared: numbers of the arguments whose cast other calls read too.
+    """
+
+    node: fx.Node
+    position: int
+    placement: Placement
+    grad: bool
+    recipe: Recipe | None = None
+    refused: str | None = None
+    shared: tuple[int, ...] = ()
+
+
+@dataclass
+class Plan:
+    """One graph - the outermost one or the body of a higher-order op - and its candidates."""
+
+    module: fx.GraphModule
+    candidates: list[Candidate] = field(default_factory=list)
+    regions: list[fx.Node] = field(default_factory=list)
+
+
+def plan_graph(module: fx.GraphModule, outside: Placement, grad: bool) -> Iterator[Plan]:
+    """The plan of a graph that stands at `outside`, then those of the bodies it runs in place.
+
+    Raises:
+        RegionError: enter and exit nodes that do not pair up.
+    """
+    placements = find_regions(module.graph, outside)
+    plan = Plan(module)
+    bodies = Bodies(module)
+    transforms = 0  # how many torch.func transforms are open
+    inner: list[tuple[fx.GraphModule, Placement, bool]] = []
+    for position, node in enumerate(n for n in module.graph.nodes if n.op != "get_attr"):
+        if is_region_node(node):
+            plan.regions.append(node)
+            continue
+        if node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        if is_set_grad_enabled(node.target):
+            grad = bool(node.args[0])
+        inside = transforms
+        transforms += is_functorch_transform(node.target)
+        candidate = Candidate(node, position, placements[node], grad)
+        if is_higher_order_op(node.target):
+            if (body := bodies.of(node)) is not None:
+                inner.append((body.module, placements[node], grad and body.call.records_grad))
+                continue
+            candidate.refused = f"the higher-order op {node.target} is not lowered yet"
+        elif node.op == "call_module":
+            candidate.refused = "a call of a submodule is not looked into"
+        elif inside or transforms:
+            candidate.refused = "it stands inside a torch.func transform"
+        elif not _touches_tensors(node):
+            continue
+        if placements[node].state.enabled_devices:
+            if candidate.refused is None:
+                candidate.recipe = recipes.build(node, placements[node].state)
+            plan.candidates.append(candidate)
+    yield plan
+    for body_module, placement, body_grad in inner:
+        yield from plan_graph(body_module, placement, body_grad)
+
+
+def _touches_tensors(node: fx.Node) -> bool:
+    values = [node.meta.get("example_value")]
+    values += [n.meta.get("example_value") for n in tensor_arguments(node)]
+    return any(isinstance(v, (torch.Tensor, tuple, list)) for v in values)

@@ -1,0 +1,158 @@
+"""Ask validation about every candidate: is the lowered call equal to the call under autocast?"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import recipes
+from .planning import Candidate
+from .policies import Policy
+from .recipes import Recipe, tensor_arguments
+from .report import Report
+from .state import AutocastState
+from .validation import Failed, Observation, difference, is_weight, observe, observed
+from .verdicts import Verdict, Verdicts, key_of
+
+
+def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Report) -> None:
+    """Settle what is to become of every candidate, asking the same question once.
+
+    Args:
+        validate: "strict" or "dtype"; "off" asks nothing and believes the policy table.
+    """
+    if validate == "off":
+        for c in candidates:
+            c.shared = _shared_by_name(c)
+        return
+    strict = validate == "strict"
+    asked = [c for c in candidates if c.refused is None]
+    keys = [key_of(c.node, c.recipe, c.placement.state, c.grad, strict) for c in asked]
+    verdicts = Verdicts(keys)
+    for c, key in zip(asked, keys, strict=True):
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdict = _validate(c, fake_mode, strict)
+            verdicts.add(key, verdict)
+            report.checked += 1
+        c.refused, c.shared = verdict.reason, verdict.shared
+        if verdict.found is not None:
+            found = [(i, Policy(name)) for i, name in verdict.found]
+            c.recipe = recipes.of_casts(c.node, c.placement.state, found)
+    verdicts.save()
+
+
+def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
+    """Prove one call equal to itself under autocast, or say why it is not."""
+    if fake_mode is None:
+        return Verdict("its example value is not a fake tensor")
+    state = c.placement.state
+
+    def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:
+        return observe(
+            lambda: _follow(c.node, recipe), under, fake_mode, c.grad, state.cache_enabled
+        )
+
+    ours = watch(c.recipe or Recipe(), None)
+    # Dynamo ran the call under autocast when it traced: its example value is eager's answer. Later
+    # calls may have changed the value's shape in place, never its dtype.
+    reason = difference(observed(c.node.meta.get("example_value")), ours, level="dtypes")
+    if reason is None and not strict:
+        return Verdict(None, _shared_by_name(c))
+    eager = watch(Recipe(), state)
+    if isinstance(eager, Failed):
+        return Verdict(difference(eager, ours, level="ops"))
+    reason = reason or difference(eager, ours, level="ops")
+    casts, shared = _casts_seen(c, eager)
+    if reason is None:
+        return Verdict(None, shared)
+    # A composite, maybe: does it help to cast what eager was seen to cast, before the call?
+    if difference(eager, watch(recipes.of_casts(c.node, state, casts), None), "ops") is None:
+        return Verdict(None, shared, tuple((i, policy.value) for i, policy in casts))
+    # It stays under autocast. May it at least read the weight casts that other calls read?
+    given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
+    shareable = difference(eager, watch(given, state), "ops") is None
+    return Verdict(reason, shared if shareable else ())
+
+
+def _casts_seen(
+    c: Candidate, eager: Observation
+) -> tuple[list[tuple[int, Policy]], tuple[int, ...]]:
+    """The arguments that eager autocast cast as they were given, and how; and the numbers of those
+    whose cast it would keep in its weight cache."""
+    casts, shared = [], []
+    for i, n in enumerate(tensor_arguments(c.node)):
+        dtype = eager.cast_to.get(id(n.meta.get("example_value")))
+        if dtype is None:
+            continue
+        full = dtype is torch.float32
+        casts.append((i, Policy.FP32 if full else Policy.LOWER_PRECISION_FP))
+        if not full and _is_cached(n, c.placement.state):
+            shared.append(i)
+    return casts, tuple(shared)
+
+
+def _shared_by_name(c: Candidate) -> tuple[int, ...]:
+    """The casts that are shared, where nobody looks what eager does: those of weights that are
+    arguments of a policy op itself, not of a composite."""
+    if c.recipe is None or not c.recipe.direct:
+        return ()
+    arguments = tensor_arguments(c.node)
+    return tuple(i for i, _ in c.recipe.casts if _is_cached(arguments[i], c.placement.state))
+
+
+def _follow(node: fx.Node, recipe: Recipe) -> Any:
+    """Run a call on the example values of its arguments."""
+    fresh = _replicas() if _looks_mutating(node) else lambda value: value
+    target, args, kwargs = recipes.apply(
+        recipe, node, lambda _, n: fresh(n.meta.get("example_value")), recipes.run
+    )
+    return recipes.run(target, args, kwargs)
+
+
+def _looks_mutating(node: fx.Node) -> bool:
+    """Whether a call may write to its arguments, metadata included: a second run on the same fake
+    tensors would then see what the first one did."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name.partition(".")[0]
+    in_place = name.endswith("_") and not name.endswith("__")
+    by_operator = node.target in _IN_PLACE_OPERATORS or name in ("setitem", "__setitem__")
+    return in_place or by_operator or bool({"out", "inplace"} & node.kwargs.keys())
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod"),
+        *("imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
+    )
+)
+
+
+def _replicas() -> Callable[[Any], Any]:
+    """Copies of example values; the same value gets the same copy."""
+    copies: dict[int, Any] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
+
+    return copy
+
+
+def _is_cached(node: fx.Node, state: AutocastState) -> bool:
+    """Whether eager autocast would cache the lower-precision cast of this value."""
+    value = node.meta.get("example_value")
+    return (
+        isinstance(value, torch.Tensor)
+        and is_weight(value)
+        and state.cache_enabled
+        and state.device(value.device.type).enabled
+    )

@@ -1,0 +1,123 @@
+"""Write a settled plan into its graph: smart casts, brackets, and no more regions."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import recipes
+from ._torch import disable_autocast, enter_autocast, exit_autocast, observing
+from .planning import Candidate, Plan
+from .policies import Policy
+from .recipes import Recipe, tensor_arguments
+from .regions import source_line
+from .report import Bracketed, Report
+
+
+class Writer:
+    """Writes the plan of one graph into it.
+
+    Args:
+        fake_mode: of the graph's example values; the casts get example values of their own.
+        report: counts what is written.
+    """
+
+    def __init__(self, plan: Plan, fake_mode: Any, report: Report) -> None:
+        self.module = plan.module
+        self.graph = plan.module.graph
+        self.plan = plan
+        self.fake_mode = fake_mode
+        self.report = report
+        # The casts eager autocast would find in its cache: one per weight, scope and grad mode.
+        self.weight_casts: dict[tuple[Any, ...], fx.Node] = {}
+
+    def write(self) -> None:
+        """Rewrite every candidate, bracket those that were refused, and drop the region nodes."""
+        for c in self.plan.candidates:
+            if c.refused is not None:
+                # In eager, these casts come from the cache; a bracket is traced without one.
+                weights = [(i, Policy.LOWER_PRECISION_FP) for i in c.shared]
+                self._rewrite(c, recipes.of_casts(c.node, c.placement.state, weights))
+                self.report.bracketed.append(_bracketed(c))
+            elif c.recipe:
+                self._rewrite(c, c.recipe)
+                self.report.lowered += 1
+            else:
+                self.report.untouched += 1
+        for run in _runs([c for c in self.plan.candidates if c.refused is not None]):
+            self._bracket(run)
+        for node in reversed(self.plan.regions):
+            self.graph.erase_node(node)
+        self.module.recompile()
+
+    def _rewrite(self, c: Candidate, recipe: Recipe) -> None:
+        if not recipe:
+            return
+        node = c.node
+        with self.graph.inserting_before(node):
+            target, args, kwargs = recipes.apply(recipe, node, lambda _, n: n, self._caller(c))
+        if target is not node.target:
+            node.op, node.target = "call_function", target
+        node.args, node.kwargs = args, kwargs
+
+    def _caller(self, c: Candidate) -> recipes.Call:
+        """Adds calls to the graph; the cast of a shared weight only where it is not there yet."""
+        arguments = tensor_arguments(c.node)
+        shared = {arguments[i] for i in c.shared}
+
+        def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+            if not isinstance(args[0], fx.Node) or args[0] not in shared:
+                return self._add(c, target, args, kwargs)
+            key = (args[0], target, args[1:], c.placement.scope, c.grad)
+            if key not in self.weight_casts:
+                self.weight_casts[key] = self._add(c, target, args, kwargs)
+            return self.weight_casts[key]
+
+        return call
+
+    def _add(self, c: Candidate, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        if self.fake_mode is not None:
+            values = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example_value"))
+            with observing(self.fake_mode), torch.set_grad_enabled(c.grad), disable_autocast():
+                node.meta["example_value"] = target(*values[0], **values[1])
+        for name in ("stack_trace", "nn_module_stack"):
+            if name in c.node.meta:
+                node.meta[name] = c.node.meta[name]
+        self.report.casts += target is not operator.getitem
+        return node
+
+    def _bracket(self, run: list[Candidate]) -> None:
+        state = run[0].placement.state
+        # None: as it is around. AOTAutograd traces with the weight cache off, because the tensors
+        # it would keep belong to the trace; a bracket must not switch it on again.
+        cache = None if state.cache_enabled else False
+        with self.graph.inserting_before(run[0].node):
+            entered = [
+                self.graph.call_function(enter_autocast, (d.device_type, d.dtype, True, cache))
+                for d in state.enabled_devices
+            ]
+        at = run[-1].node
+        for enter in reversed(entered):
+            with self.graph.inserting_after(at):
+                at = self.graph.call_function(exit_autocast, (enter,))
+
+
+def _runs(refused: list[Candidate]) -> Iterator[list[Candidate]]:
+    """Maximal runs of neighbours under one state: each gets one bracket."""
+    numbered = enumerate(refused)
+    for _, run in itertools.groupby(
+        numbered, lambda pair: (pair[1].position - pair[0], pair[1].placement.state)
+    ):
+        yield [c for _, c in run]
+
+
+def _bracketed(c: Candidate) -> Bracketed:
+    target = c.node.target
+    call = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return Bracketed(c.node.name, call, c.refused or "", source_line(c.node))
