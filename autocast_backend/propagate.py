@@ -59,7 +59,10 @@ def _run_graph(module: fx.GraphModule, inputs: list[Any], outside: Placement) ->
         else:
             with placements[node].state.applied():
                 values[node] = recipes.run(node.target, args, kwargs)
-        if "example_value" in node.meta:
+        # Symbols stay Dynamo's own: running `item()` again would make new ones.
+        if isinstance(values[node], (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            values[node] = node.meta.get("example_value", values[node])
+        elif "example_value" in node.meta:
             node.meta["example_value"] = values[node]
     return None
 

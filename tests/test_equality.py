@@ -310,18 +310,42 @@ def test_dynamic_shapes() -> None:
     assert counts["unique_graphs"] == 1
 
 
-def test_the_option_autocast_is_a_region_around_everything() -> None:
-    """Without a context manager anywhere: the same bits as inside one."""
-    for make in (Ambient, Checkpointed, InPlaceAndViews, CustomFunction):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = make()
-        with torch.autocast(**FP16):
-            expected = torch.compile(model, backend="eager")(_x())
-        torch._dynamo.reset()
-        options = {"inner": "aot_eager", "autocast": FP16}
-        actual = torch.compile(model, backend="smart_autocast", options=options)(_x())
-        assert_same_bits(actual, expected, make.__name__)
+@pytest.mark.parametrize(
+    "make", [Ambient, Checkpointed, InPlaceAndViews, CustomFunction, NoGrad, SharedWeight]
+)
+def test_the_option_autocast_is_a_region_around_everything(make: Callable[[], nn.Module]) -> None:
+    """Without a context manager anywhere: the same bits as inside one, gradients included."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autocast(**FP16):
+                return self.model(x)
+
+    expected = train_step(Inside, (_x(),), backend="eager")
+    options = {"inner": "aot_eager", "autocast": FP16}
+    actual = train_step(make, (_x(),), backend="smart_autocast", options=options)
+    for what, values in expected.items():
+        assert_same_bits(actual[what], values, what)
+
+
+def test_the_option_autocast_and_values_read_from_tensors() -> None:
+    def function(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        k = n.item()
+        torch._check(k >= 1)
+        return (x @ x) * k
+
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "autocast": BF16}
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(
+            function, backend="smart_autocast", fullgraph=True, options=options
+        )
+        x = torch.eye(4)
+        assert_same_bits(compiled(x, torch.tensor(3)), (x * 3).bfloat16())
 
 
 @pytest.mark.slow
