@@ -96,7 +96,11 @@ def _details(phase: first_step.Phase) -> str:
         for name, some in phase.records.items()
     )
     caches = "; ".join(f"{name} {some[-1].aot_cache}" for name, some in phase.records.items())
-    return f"our stages: {stages}\nloading the backend: {loading}\nAOTAutograd's cache: {caches}"
+    losses = ", ".join(f"{name} {some[-1].loss:.6g}" for name, some in phase.records.items())
+    return (
+        f"our stages: {stages}\nloading the backend: {loading}\n"
+        f"AOTAutograd's cache: {caches}\nloss: {losses}"
+    )
 
 
 def _judge_first_step(name: str, phases: dict[str, first_step.Phase], answer: Answer) -> None:
