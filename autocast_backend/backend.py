@@ -4,6 +4,7 @@ execution."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -150,8 +151,10 @@ def _tell(graph_module: fx.GraphModule, context: Context) -> None:
     if not report.nodes:
         return
     log.info("under %s: %s", context.ambient, report)
-    for bracketed in report.bracketed:
-        log.info("stays under autocast: %s", bracketed)
+    for _, alike in itertools.groupby(report.bracketed, lambda bracketed: bracketed.reason):
+        first, *rest = alike
+        also = f" (and {len(rest)} calls after it)" if rest else ""
+        log.info("stays under autocast: %s%s", first, also)
     if log.isEnabledFor(logging.DEBUG):
         code = graph_module.print_readable(print_output=False)
         log.debug("lowered graph:\n%s", code)
