@@ -29,6 +29,7 @@ from benchmarks.harness import Row, compare, interleave
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 20_000)
 QUICK_SIZES = (100, 1_000, 5_000)
+LARGE = 1_000
 KINDS = ("same", "distinct", "known")
 STAGES = ("regions", "validation", "lowering")
 NODES_PER_LAYER = 8
