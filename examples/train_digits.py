@@ -273,9 +273,9 @@ def table(results: list[Result]) -> str:
         for result in results
     ]
     lines.append(
-        "\nStep: median; the first one compiles, with empty caches. Casts: changes of dtype that are "
-        "ops of their own\nin one forward and backward, counted with inner compiler aot_eager; "
-        "Inductor fuses them into its kernels."
+        "\nStep: median; the first one compiles, with empty caches. Casts: changes of dtype that "
+        "are ops of\ntheir own in one forward and backward, counted with inner compiler aot_eager: "
+        "Inductor fuses\nthem into its kernels."
     )
     return "\n".join(lines)
 
