@@ -95,9 +95,10 @@ def test_an_old_torch_is_refused(monkeypatch):
 
 def test_a_real_stage_writes_its_log_and_is_stopped_at_its_limit(tmp_path):
     log = tmp_path / "log"
-    hello = Stage(name="hello", command=(sys.executable, "-c", "print('hi')"), limit_seconds=60)
+    code = "import os; print(os.environ['FORCE_CUDA'], os.environ['PYTHONPATH'].split(':')[0])"
+    hello = Stage(name="hello", command=(sys.executable, "-c", code), limit_seconds=60)
     assert gpu.run_stage(hello, log) == 0
-    assert log.read_text() == "hi\n"
+    assert log.read_text() == f"1 {gpu.ROOT}\n"
     code = "import time; print('began', flush=True); time.sleep(600)"
     endless = Stage(name="endless", command=(sys.executable, "-c", code), limit_seconds=2)
     assert gpu.run_stage(endless, log) == TIMED_OUT
