@@ -23,6 +23,7 @@ from benchmarks.harness import (
     cuda_sampler,
     host_sampler,
     interleave,
+    row_of,
 )
 
 AUTOCAST = ("off", "region", "ambient")
@@ -129,6 +130,6 @@ def cost(rows: list[Row]) -> float:
 
 
 def _difference(rows: list[Row], name: str) -> float:
-    difference = next(row.difference for row in rows if row.name == name)
+    difference = row_of(rows, name).difference
     assert difference is not None  # rows of a comparison with a baseline have one
     return difference

@@ -68,14 +68,17 @@ def run_worker(case: Case, cache: Path) -> Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The samples of one phase (`cold` or `warm`) and the records behind them, by candidate."""
+    """The samples of one phase (`cold` or `warm`) and the records behind them, by candidate.
+
+    Attributes:
+        rows: elapsed seconds.
+        cpu_rows: processor seconds.
+        records: what each process reported, in the order of the samples.
+    """
 
     rows: list[Row]
+    cpu_rows: list[Row]
     records: dict[str, list[Record]]
-
-    def row(self, name: str) -> Row:
-        """The row of one candidate."""
-        return next(row for row in self.rows if row.name == name)
 
     def stage_seconds(self) -> dict[str, float]:
         """Median seconds of each of our compiler's stages."""
@@ -97,8 +100,11 @@ def measure(
             for name, backend in BACKENDS.items()
         }
         samples = interleave(processes, rounds=count, seed=seed)
+        records = {name: process.records for name, process in processes.items()}
+        cpu = {name: [one.cpu_seconds for one in some] for name, some in records.items()}
         phases[phase] = Phase(
             rows=compare(samples, baseline="stock"),
-            records={name: process.records for name, process in processes.items()},
+            cpu_rows=compare(cpu, baseline="stock"),
+            records=records,
         )
     return phases

@@ -160,3 +160,8 @@ def compare(samples: Mapping[str, Sequence[float]], *, baseline: str | None = No
         )
         rows.append(row)
     return rows
+
+
+def row_of(rows: Sequence[Row], name: str) -> Row:
+    """The row of one candidate."""
+    return next(row for row in rows if row.name == name)

@@ -55,6 +55,7 @@ def test_cold_processes_start_from_an_empty_cache_and_warm_ones_from_a_filled_on
         cache.mkdir(exist_ok=True)
         return Record(
             seconds=float(len(seen)),
+            cpu_seconds=2.0 * len(seen),
             load_seconds=0.0,
             backend_seconds=0.0,
             stages={"lowering": 0.25 * len(seen)},
@@ -69,6 +70,7 @@ def test_cold_processes_start_from_an_empty_cache_and_warm_ones_from_a_filled_on
     assert [row.name for row in phases["cold"].rows] == ["stock", "ours"]
     assert len(phases["cold"].records["ours"]) == 2
     seconds = [record.seconds for record in phases["cold"].records["ours"]]
+    assert phases["cold"].cpu_rows[1].samples == [2 * one for one in seconds]
     assert phases["cold"].stage_seconds() == {"lowering": 0.25 * sum(seconds) / 2}
 
 
@@ -76,6 +78,7 @@ def test_cold_processes_start_from_an_empty_cache_and_warm_ones_from_a_filled_on
 def test_a_worker_process_reports_its_first_step(tmp_path):
     record = first_step.run_worker(CASE, tmp_path)
     assert record.seconds > record.backend_seconds > 0
+    assert record.cpu_seconds > 0
     assert record.stages == {}
     assert torch.isfinite(torch.tensor(record.loss))
 
