@@ -84,7 +84,14 @@ def test_too_few_steps_are_refused() -> None:
     import train_digits
 
     settings = train_digits.Settings(
-        epochs=1, batch_size=64, train_images=64, device="cpu", dtype="bfloat16", inner="", seed=0
+        epochs=1,
+        batch_size=64,
+        train_images=64,
+        device="cpu",
+        dtype="bfloat16",
+        inner="inductor",
+        threads=1,
+        seed=0,
     )
     with pytest.raises(ValueError, match="at least 2 training steps; got 1 from 64 images"):
         train_digits.train(train_digits.ROWS["fp32"], settings)
