@@ -72,7 +72,7 @@ _CPU = _table(
 
 _CUDA = _table(
     lower_precision_fp="""
-        _convolution _convolution.deprecated _scaled_dot_product_flash_attention
+        _convolution _convolution.deprecated _cudnn_rnn _scaled_dot_product_flash_attention
         _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul
         conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
         convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot

@@ -1,6 +1,10 @@
 // The Python module autocast_backend._C: facts about this build and this machine, for the host
 // side only. The ops are in the same library and register themselves when it is loaded.
 
+// The pybind11 headers that torch 2.11 ships refuse to be included for the stable ABI; this file
+// uses nothing of torch.
+#undef TORCH_TARGET_VERSION
+
 #include <pybind11/pybind11.h>
 
 #include <string>
