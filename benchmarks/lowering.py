@@ -1,4 +1,4 @@
-"""Seconds to lower synthetic graphs of growing size: they must grow with the number of nodes.
+"""Processor seconds to lower synthetic graphs of growing size: they must grow with the number of nodes.
 
 The graphs are chains of linear, gelu, layer_norm and add, each with parameters of its own, as
 Dynamo captures them. In `same` all layers have one width, so validation meets few distinct calls;
@@ -12,6 +12,7 @@ import functools
 import gc
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,11 +77,14 @@ def chain(nodes: int, *, distinct: bool) -> fx.GraphModule:
 
 
 class Lowering:
-    """A sampler: seconds to lower one graph, copies and garbage of others not included.
+    """A sampler: processor seconds to lower one graph, copying it and garbage not included.
+
+    Lowering runs on one thread and waits for nothing, so processor time is all its time, and does
+    not depend on who else uses the machine.
 
     Attributes:
         nodes: how many the graph has.
-        stages: seconds by stage, one entry per sample.
+        stages: elapsed seconds by stage, one entry per sample.
         checked: calls that the last sample validated; none where the verdicts were known.
     """
 
@@ -99,12 +103,13 @@ class Lowering:
         gc.freeze()  # or collections during this lowering would walk the graphs of all the others
         graph, context = copy_graph(self._graph), Context(ambient=self._ambient)
         with torch._inductor.config.patch(fx_graph_cache=False):  # no verdicts from disk
+            start = time.process_time()
             lower(graph, context)
+            seconds = time.process_time() - start
         gc.unfreeze()
-        stages = {name: context.report.seconds[name] for name in STAGES}
-        self.stages.append(stages)
+        self.stages.append({name: context.report.seconds[name] for name in STAGES})
         self.checked = context.report.checked
-        return sum(stages.values())
+        return seconds
 
 
 def measure(
