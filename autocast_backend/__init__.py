@@ -12,7 +12,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .lower_autocast import lower_autocast
     from .ops import (
         autocast_to_bf16,
         autocast_to_fp16,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
         autocast_to_reduced_precision,
         promote,
     )
+    from .standalone import lower_autocast
     from .state import AutocastState
 
 _HOMES = {
@@ -28,7 +28,7 @@ _HOMES = {
     "autocast_to_fp16": "ops",
     "autocast_to_full_precision": "ops",
     "autocast_to_reduced_precision": "ops",
-    "lower_autocast": "lower_autocast",
+    "lower_autocast": "standalone",
     "promote": "ops",
 }
 

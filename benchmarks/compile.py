@@ -161,7 +161,7 @@ def _lowering(flags: argparse.Namespace, answer: Answer) -> None:
 
 
 def _calls(flags: argparse.Namespace, answer: Answer) -> None:
-    rounds = 200 if flags.quick else 1000
+    rounds = 100 if flags.quick else 300
     measured = {}
     for setting in call_cost.settings(flags.device):
         rows = call_cost.measure(setting, rounds=rounds, seed=flags.seed)

@@ -125,7 +125,7 @@ class Row:
         ratio: median over rounds of this candidate's sample by the baseline's of the same round.
         difference: likewise, of this candidate's sample minus the baseline's. Both are None in a
             comparison without a baseline.
-        samples: all of them, in the order they were taken.
+        samples: all of them, to four digits, in the order they were taken.
     """
 
     name: str
@@ -156,7 +156,7 @@ def compare(samples: Mapping[str, Sequence[float]], *, baseline: str | None = No
             p80=p80,
             ratio=ratio,
             difference=difference,
-            samples=list(values),
+            samples=[float(f"{value:.4g}") for value in values],
         )
         rows.append(row)
     return rows

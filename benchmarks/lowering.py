@@ -1,4 +1,4 @@
-"""Processor seconds to lower synthetic graphs of growing size: they must grow with the number of nodes.
+"""Processor seconds to lower graphs of growing size: they must grow as the number of nodes does.
 
 The graphs are chains of linear, gelu, layer_norm and add, each with parameters of its own, as
 Dynamo captures them. In `same` all layers have one width, so validation meets few distinct calls;
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from autocast_backend import verdicts
-from autocast_backend.lower_autocast import copy_graph
+from autocast_backend.standalone import copy_graph
 from autocast_backend.lowering import Context, lower
 from autocast_backend.state import AutocastState
 from benchmarks.harness import Row, compare, interleave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+import autocast_backend
 from autocast_backend import AutocastState, lower_autocast
 from autocast_backend import verdicts as verdict_store
 from autocast_backend.regions import RegionError
@@ -359,3 +361,9 @@ def test_lower_autocast_refuses_what_it_cannot_lower() -> None:
     graph.graph.erase_node(exits[0])
     with pytest.raises(RegionError, match="never closes"):
         lower_autocast(graph)
+
+
+def test_no_public_name_is_that_of_a_module() -> None:
+    """Importing a submodule binds its name in the package: it would hide the function."""
+    modules = {path.stem for path in Path(autocast_backend.__file__).parent.iterdir()}
+    assert modules.isdisjoint(set(autocast_backend.__all__))
