@@ -64,7 +64,8 @@ def test_bits(name: str) -> None:
     try:
         expected = outcome(op, backend="eager")
     except Exception as error:
-        assert name.startswith(EAGER_RAISES), error
+        if not name.startswith(EAGER_RAISES):
+            raise
         pytest.skip(f"eager autocast itself raises: {str(error).splitlines()[0]}")
     options = {"inner": "aot_eager"}
     actual = outcome(op, backend="smart_autocast", options=options)
