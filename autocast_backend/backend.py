@@ -3,10 +3,10 @@ execution."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,21 @@ from torch import fx
 
 from . import _logging
 from ._torch import (
-    backward_pass_autocast_config,
-    bystander_device_types,
+    TrainingGraph,
+    backward_traced_off,
     counters,
     disable_autocast,
+    fake_inputs,
     lookup_backend,
-    patch_backward_pass_autocast,
     timed,
+    training_graphs,
 )
+from .backward import Assumption, Region, follow_autocast
 from .lowering import Context, lower
 from .options import Options, parse_options
 from .propagate import propagate
+from .regions import source_line
+from .standalone import copy_graph
 from .state import AutocastState
 
 log = _logging.log
@@ -63,12 +67,40 @@ def smart_autocast(
             graph_module = propagate(graph_module, context)
         graph_module = lower(graph_module, context)
     _tell(graph_module, context)
-    with report.timed("inner"), _while_compiling(now, in_region=bool(report.nodes)):
-        compiled = _inner(parsed)(graph_module, example_inputs)
+    inner = _inner(parsed)
+    finish: Callable[[TrainingGraph], None] = lambda training: None
+    if torch.is_grad_enabled():
+        region = Region(
+            copy_graph(graph_module),
+            fake_inputs(example_inputs),
+            inner,
+            _assumption(parsed, context.ambient),
+            _first_line(graph_module),
+        )
+        finish = functools.partial(follow_autocast, region)
+    with report.timed("inner"), disable_autocast(), backward_traced_off(), training_graphs(finish):
+        compiled = inner(graph_module, example_inputs)
     log.debug("seconds by stage: %s", report.seconds)
     if report.bracketed:
         compiled = _restoring_after_errors(compiled, now)
     return _with_autocast_off(compiled) if now.enabled_devices else compiled
+
+
+def _assumption(options: Options, ambient: AutocastState) -> Assumption:
+    given = options.backward_pass_autocast
+    if given == "auto":
+        return Assumption()
+    state = {"same_as_forward": ambient, "off": AutocastState.off()}.get(str(given))
+    if state is None:
+        state = AutocastState.of(given)  # type: ignore[arg-type]
+    return Assumption(
+        state=state, name=given, on_mismatch=options.on_backward_autocast_mismatch
+    )
+
+
+def _first_line(graph_module: fx.GraphModule) -> str:
+    lines = (source_line(n) for n in graph_module.graph.nodes if n.op.startswith("call_"))
+    return next(filter(None, lines), "a compiled graph")
 
 
 def _inner(options: Options) -> Callable[..., Any]:
@@ -80,34 +112,6 @@ def _inner(options: Options) -> Callable[..., Any]:
     return lambda graph_module, inputs: backend(
         graph_module, inputs, config_patches=dict(options.inductor)
     )
-
-
-@contextlib.contextmanager
-def _while_compiling(now: AutocastState, in_region: bool) -> Iterator[None]:
-    """Compile with autocast off, in a way that keeps it off wherever the compiled code runs.
-
-    The lowered graph holds its casts; autocast must not act on it again. AOTAutograd would switch
-    autocast off around the compiled forward, the compiled backward and the backward's lazy
-    compilation, but only if it finds some device type on when it compiles - and a backward may run
-    under any state. So device types that nothing here lives on are left on: bystanders.
-
-    Backward is traced as stock traces it, under the state around the forward. Its dtypes stay out
-    of the config (structured logs cannot write a dtype down) and are those in force; the bystanders
-    carry them, because AOTAutograd's cache key has the dtypes of the device types that are on.
-    """
-    if not now.enabled_devices and not (in_region and torch.is_grad_enabled()):
-        yield  # nothing of ours is in the graph, and nothing can act on it: as stock
-        return
-    compiling = AutocastState.off()
-    dtypes = [d.dtype for d in now.enabled_devices] or [torch.bfloat16]
-    for bystander, dtype in zip(bystander_device_types(), dtypes, strict=False):
-        compiling = compiling.enter(bystander, dtype)
-    with contextlib.ExitStack() as stack:
-        if now.enabled_devices and backward_pass_autocast_config() == "same_as_forward":
-            regions = [{"device_type": d.device_type} for d in now.enabled_devices]
-            stack.enter_context(patch_backward_pass_autocast(regions))
-        stack.enter_context(compiling.applied())
-        yield
 
 
 def _with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,14 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ._torch import backend_names, inductor_config_names, inductor_mode_options, pass_through_error
+from ._torch import (
+    backend_names,
+    backward_pass_autocast_config,
+    inductor_config_names,
+    inductor_mode_options,
+    pass_through_error,
+)
 from .state import check_autocast_arguments
 
 _PassThrough = pass_through_error()
 
 # Part of the public surface, but not built yet. Accepting one without effect would be a lie.
-_PLANNED = ("backward_pass_autocast", "on_backward_autocast_mismatch", "policies", "weight_cache")
+_PLANNED = ("policies", "weight_cache")
 _VALIDATE = ("dtype", "strict", "off")
+_BACKWARD = ("auto", "same_as_forward", "off")
+_ON_MISMATCH = ("warn", "error", "do_nothing")
 
 
 class OptionValueError(_PassThrough, ValueError):  # type: ignore[misc,valid-type]
@@ -43,6 +51,16 @@ class Options:
     """Arguments of `torch.autocast` (a dict, or a list of them): treat the whole graph as such a
     region, with no context manager in the code."""
 
+    backward_pass_autocast: str | tuple[Mapping[str, Any], ...] = "auto"
+    """The autocast state the backward pass is computed for. "auto": the state it really runs in,
+    whatever that is, as in eager mode. "same_as_forward": the state around the forward; "off"; or
+    arguments of `torch.autocast` (a dict, or a list of them). Where it is not given,
+    `torch._functorch.config.backward_pass_autocast` counts, unless that has its default value."""
+
+    on_backward_autocast_mismatch: str = "warn"
+    """What happens when `backward_pass_autocast` is not "auto", a backward runs under another state
+    and would have been another computation there: "warn", "error" or "do_nothing"."""
+
     validate: str = "strict"
     """How each lowered call is proved equal to eager autocast while it compiles. "strict": the ops
     below autograd and their dtypes; "dtype": the dtypes of results; "off": not at all - the
@@ -70,8 +88,15 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
         if name not in names:
             raise OptionValueError(f"unknown option {name!r}; expected {_nearest(name, names)}")
     given["inner"] = _check_inner(given.get("inner", Options.inner))
-    given["autocast"] = _check_autocast(given.get("autocast"))
-    given["validate"] = _check_validate(given.get("validate", Options.validate))
+    given["autocast"] = _check_autocast("autocast", given.get("autocast"), "None")
+    given["backward_pass_autocast"] = _check_backward(
+        given.get("backward_pass_autocast", backward_pass_autocast_config())
+    )
+    for name, known in (
+        ("on_backward_autocast_mismatch", _ON_MISMATCH),
+        ("validate", _VALIDATE),
+    ):
+        given[name] = _check_choice(name, given.get(name, getattr(Options, name)), known)
     given["inductor"] = _check_inductor(given.get("inductor", {}), mode, given["inner"])
     return Options(**given)
 
@@ -93,18 +118,18 @@ def _check_inner(inner: Any) -> str | Callable[..., Any]:
     return inner
 
 
-def _check_autocast(given: Any) -> tuple[Mapping[str, Any], ...]:
+def _check_autocast(name: str, given: Any, other: str) -> tuple[Mapping[str, Any], ...]:
     if given is None:
         return ()
     entries = [given] if isinstance(given, Mapping) else given
     if not isinstance(entries, (list, tuple)):
         raise OptionTypeError(
-            "option 'autocast': expected None, a dict of torch.autocast arguments or a list of "
+            f"option {name!r}: expected {other}, a dict of torch.autocast arguments or a list of "
             f"such dicts; got {given!r}"
         )
     for arguments in entries:
         try:
-            check_autocast_arguments("option 'autocast'", arguments)
+            check_autocast_arguments(f"option {name!r}", arguments)
         except TypeError as error:
             raise OptionTypeError(str(error)) from None
         except ValueError as error:
@@ -112,12 +137,21 @@ def _check_autocast(given: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(entries)
 
 
-def _check_validate(given: Any) -> str:
+def _check_backward(given: Any) -> str | tuple[Mapping[str, Any], ...]:
+    name = "backward_pass_autocast"
+    if given is None:
+        return Options.backward_pass_autocast
+    if isinstance(given, str):
+        return _check_choice(name, given, _BACKWARD)
+    return _check_autocast(name, given, ", ".join(map(repr, _BACKWARD)))
+
+
+def _check_choice(name: str, given: Any, known: tuple[str, ...]) -> str:
     if not isinstance(given, str):
-        raise OptionTypeError(f"option 'validate': expected a string; got {given!r}")
-    if given not in _VALIDATE:
+        raise OptionTypeError(f"option {name!r}: expected a string; got {given!r}")
+    if given not in known:
         raise OptionValueError(
-            f"option 'validate': unknown value {given!r}; expected {_nearest(given, _VALIDATE)}"
+            f"option {name!r}: unknown value {given!r}; expected {_nearest(given, known)}"
         )
     return given
 
