@@ -1,0 +1,245 @@
+"""The state at forward, the state at backward and `backward_pass_autocast`: all of them, against
+eager run the way the option promises.
+
+    "auto"      eager with backward in the state it really runs in
+    pinned      eager with backward in the assumed state, whatever is on
+
+What "would have changed the backward" means is taken from eager as well: its gradients in the two
+states differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autocast_backend.backward import BackwardAutocastWarning
+from tests.backward.support import (
+    EAGER,
+    STATES,
+    Steps,
+    forget_variants,
+    ours,
+    same_bits,
+    variants,
+)
+from tests.support import BF16, FP16, assert_same_bits
+
+
+class Island(nn.Module):
+    """Every two states give another backward: products in float32 between products in low
+    precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.inside(y.float())
+
+
+class Product(nn.Linear):
+    """What the forward has saved is in its own low precision: autocast to the same changes
+    nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+
+class Elementwise(nn.Module):
+    """No state changes the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 3.1).relu() + x.sum()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "island": Island,
+    "product": Product,
+    "elementwise": Elementwise,
+}
+OPTIONS: dict[str, Any] = {
+    "auto": "auto",
+    "same_as_forward": "same_as_forward",
+    "off": "off",
+    "dict": FP16,
+    "list": [BF16],
+}
+
+
+def _x() -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A step: what it computed, the warnings it gave, the variants compiled for it."""
+
+    values: list[Any]
+    warned: int
+    variants: int
+
+
+def run(steps: Steps, forward: str, backward: str) -> Run:
+    forget_variants()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values = steps.step(STATES[forward], STATES[backward])
+    warned = sum(issubclass(w.category, BackwardAutocastWarning) for w in caught)
+    return Run(values, warned, variants())
+
+
+@functools.cache
+def eager(model: str, forward: str) -> dict[str, Run]:
+    steps = Steps(MODELS[model], _x, **EAGER)
+    return {backward: run(steps, forward, backward) for backward in STATES}
+
+
+@functools.cache
+def compiled(model: str, forward: str, option: str) -> list[tuple[str, Run]]:
+    """One compilation and two steps in every state, not two of the same state in a row."""
+    steps = Steps(MODELS[model], _x, **ours(backward_pass_autocast=OPTIONS[option]))
+    return [(backward, run(steps, forward, backward)) for backward in [*STATES, *STATES]]
+
+
+def promised(option: str, forward: str, backward: str) -> str:
+    pinned = {"same_as_forward": forward, "off": "off", "dict": "fp16", "list": "bf16"}
+    return pinned.get(option, backward)
+
+
+def differ(model: str, forward: str, first: str, second: str) -> bool:
+    """Whether eager's backward is another in these two states."""
+    in_state = eager(model, forward)
+    return not same_bits(in_state[first].values, in_state[second].values)
+
+
+ALL = pytest.mark.parametrize(
+    ("model", "forward", "option"),
+    [(model, forward, option) for model in MODELS for forward in STATES for option in OPTIONS],
+)
+
+
+def test_the_models_are_what_they_say() -> None:
+    pairs = [("off", "bf16"), ("off", "fp16"), ("bf16", "fp16")]
+    for forward in STATES:
+        assert all(differ("island", forward, *pair) for pair in pairs)
+        assert not any(differ("elementwise", forward, *pair) for pair in pairs)
+    assert [differ("product", "bf16", *pair) for pair in pairs] == [False, True, True]
+    assert [differ("product", "fp16", *pair) for pair in pairs] == [True, False, True]
+
+
+@ALL
+def test_bits(model: str, forward: str, option: str) -> None:
+    for backward, actual in compiled(model, forward, option):
+        expected = eager(model, forward)[promised(option, forward, backward)]
+        assert_same_bits(actual.values, expected.values, f"backward under {backward}")
+
+
+@ALL
+def test_a_mismatch_warns_where_it_matters_and_only_there(
+    model: str, forward: str, option: str
+) -> None:
+    """Once for each state; "auto" never does."""
+    runs = compiled(model, forward, option)
+    expected = [
+        differ(model, forward, promised(option, forward, backward), backward) for backward in STATES
+    ]
+    assert [step.warned for _, step in runs[:3]] == expected
+    assert [step.warned for _, step in runs[3:]] == [0, 0, 0]
+
+
+@ALL
+def test_variants_are_compiled_for_states_that_matter_once(
+    model: str, forward: str, option: str
+) -> None:
+    """The backward compiled with autocast off serves every state that changes nothing. A pinned
+    one is counted in the first state it meets."""
+    runs = compiled(model, forward, option)
+    needed = {promised(option, forward, backward) for backward in STATES}
+    expected = sum(differ(model, forward, "off", state) for state in needed)
+    met = runs[:3] if option in ("auto", "off") else runs[:1]
+    assert sum(step.variants for _, step in met) == expected
+    assert [step.variants for _, step in runs[3:]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("order", [("off", "bf16", "fp16"), ("fp16", "bf16", "off")])
+def test_one_forward_and_a_backward_in_each_state(order: tuple[str, ...]) -> None:
+    """In any order, also where the first backward of all runs in a state that matters."""
+
+    def gradients(**compile_arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Island()
+        y = torch.compile(model, **compile_arguments)(_x())
+        results = []
+        for state in order:
+            with torch.autocast(**STATES[state]):
+                results += torch.autograd.grad(
+                    y, list(model.parameters()), torch.ones_like(y), retain_graph=True
+                )
+        return results
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        forget_variants()
+        assert_same_bits(gradients(**ours()), gradients(**EAGER))
+    assert variants() == 2
+
+
+def test_autocast_for_a_device_type_without_tensors_changes_nothing() -> None:
+    forget_variants()
+    torch._dynamo.reset()
+    model = Island()
+    loss = torch.compile(model, **ours(backward_pass_autocast="off"))(_x()).sum()
+    torch.set_autocast_enabled("xpu", True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BackwardAutocastWarning)
+            loss.backward()
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+    assert variants() == 0
+    actual = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(_x()).sum().backward()
+    assert_same_bits(actual, [p.grad for p in model.parameters()])
+
+
+def test_autocast_switched_off_again_around_backward_is_off() -> None:
+    forget_variants()
+    steps = Steps(Island, _x, **ours())
+    with torch.autocast(**BF16):
+        actual = steps.step(STATES["bf16"], STATES["off"])
+    assert_same_bits(actual, eager("island", "bf16")["off"].values)
+    assert variants() == 0
+
+
+def test_each_size_of_a_dynamic_graph_follows_the_state() -> None:
+    def results(**compile_arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Island()
+        function = torch.compile(model, dynamic=True, **compile_arguments)
+        found = []
+        for size in (3, 5, 9):
+            for state in STATES.values():
+                model.zero_grad()
+                x = _x().repeat(3, 1)[:size].clone().requires_grad_()
+                with torch.autocast(**BF16):
+                    y = function(x)
+                with torch.autocast(**state):
+                    y.square().sum().backward()
+                found += [x.grad, *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    forget_variants()
+    assert_same_bits(results(**ours()), results(**EAGER))
+    assert variants() == 2
