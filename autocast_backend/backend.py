@@ -3,7 +3,6 @@ execution."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +12,12 @@ import torch
 from torch import fx
 
 from . import _logging
-from ._torch import (
-    TrainingGraph,
-    backward_traced_off,
-    counters,
-    disable_autocast,
-    fake_inputs,
-    lookup_backend,
-    timed,
-    training_graphs,
-)
-from .backward import Assumption, Region, follow_autocast
+from ._torch.aot import training_graphs
+from ._torch.autocast import disable_autocast
+from ._torch.configs import backward_traced_off
+from ._torch.dynamo import counters, lookup_backend, timed
+from ._torch.fake_tensors import fake_inputs
+from .backward import Assumption, Region
 from .lowering import Context, lower
 from .options import Options, parse_options
 from .propagate import propagate
@@ -68,17 +62,13 @@ def smart_autocast(
         graph_module = lower(graph_module, context)
     _tell(graph_module, context)
     inner = _inner(parsed)
-    finish: Callable[[TrainingGraph], None] = lambda training: None
-    if torch.is_grad_enabled():
-        region = Region(
-            copy_graph(graph_module),
-            fake_inputs(example_inputs),
-            inner,
-            _assumption(parsed, context.ambient),
-            _first_line(graph_module),
-        )
-        finish = functools.partial(follow_autocast, region)
-    with report.timed("inner"), disable_autocast(), backward_traced_off(), training_graphs(finish):
+    region = _region(graph_module, example_inputs, inner, parsed, context.ambient)
+    with (
+        report.timed("inner"),
+        disable_autocast(),
+        backward_traced_off(),
+        training_graphs(region.follow_autocast),
+    ):
         compiled = inner(graph_module, example_inputs)
     log.debug("seconds by stage: %s", report.seconds)
     if report.bracketed:
@@ -86,21 +76,29 @@ def smart_autocast(
     return _with_autocast_off(compiled) if now.enabled_devices else compiled
 
 
-def _assumption(options: Options, ambient: AutocastState) -> Assumption:
+def _region(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    inner: Callable[..., Any],
+    options: Options,
+    ambient: AutocastState,
+) -> Region:
+    """What is needed to compile the backward again for another state. Copies: the inner compiler
+    takes the graph over, and real inputs must not be kept alive."""
     given = options.backward_pass_autocast
-    if given == "auto":
-        return Assumption()
-    state = {"same_as_forward": ambient, "off": AutocastState.off()}.get(str(given))
-    if state is None:
-        state = AutocastState.of(given)  # type: ignore[arg-type]
-    return Assumption(
-        state=state, name=given, on_mismatch=options.on_backward_autocast_mismatch
+    assumed = {"auto": None, "same_as_forward": ambient, "off": AutocastState.off()}
+    state = assumed[given] if isinstance(given, str) else AutocastState.of(given)
+    assumption = Assumption(
+        state=state, name=str(given), on_mismatch=options.on_backward_autocast_mismatch
     )
-
-
-def _first_line(graph_module: fx.GraphModule) -> str:
     lines = (source_line(n) for n in graph_module.graph.nodes if n.op.startswith("call_"))
-    return next(filter(None, lines), "a compiled graph")
+    return Region(
+        copy_graph(graph_module),
+        fake_inputs(inputs),
+        inner,
+        assumption,
+        line=next(filter(None, lines), "a compiled graph"),
+    )
 
 
 def _inner(options: Options) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,34 +26,34 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from . import _logging
-from ._torch import (
+from ._torch.aot import (
     TrainingGraph,
-    any_autocast_enabled,
-    compile_configs,
-    compile_lock,
-    counters,
-    disable_autocast,
-    fake_like,
+    outside_of_modes,
+    saved_tensors_hooks_are_inlined,
     trace_joint_graph,
 )
+from ._torch.autocast import any_autocast_enabled, disable_autocast
+from ._torch.configs import compile_configs
+from ._torch.dynamo import compile_lock, counters
+from ._torch.fake_tensors import fake_like
 from .guards import ShapeGuards
 from .joint import (
     AutocastActsAboveOnly,
     BackwardError,
     Call,
+    Key,
     autocast_can_change,
     calls_of,
+    current_key,
     differing_ops,
     extract_backward,
+    for_compiled_autograd,
+    key_name,
 )
 from .standalone import copy_graph
 from .state import AutocastState
 
 log = _logging.log
-
-Key = tuple[tuple[str, torch.dtype], ...]
-"""A state of the backward pass, as far as one region can tell: (device type, dtype) of the device
-types that are on, among those its tensors live on. Empty for "off"."""
 
 
 class BackwardAutocastWarning(UserWarning):
@@ -90,6 +90,9 @@ class Region:
         compile_graph: the inner compiler.
         assumption: what is known about the state of the backward pass.
         line: the user's code, for messages.
+        hooks_inlined: whether saved-tensor hooks are written into forward and backward.
+        configs: the compilers' configuration.
+        training_graphs: how many the inner compiler has made of it.
     """
 
     graph_module: fx.GraphModule
@@ -97,38 +100,49 @@ class Region:
     compile_graph: Callable[..., Any]
     assumption: Assumption
     line: str
+    hooks_inlined: bool = field(default_factory=saved_tensors_hooks_are_inlined)
     configs: Callable[[], Any] = field(default_factory=compile_configs)
+    training_graphs: int = 0
 
     @functools.cached_property
     def device_types(self) -> tuple[str, ...]:
         """The device types of all values in the graph."""
-        values = [self.inputs] + [n.meta.get("example_value") for n in self.graph_module.graph.nodes]
-        leaves = pytree.tree_leaves(values)
+        values = [n.meta.get("example_value") for n in self.graph_module.graph.nodes]
+        leaves = pytree.tree_leaves([self.inputs, values])
         return tuple(sorted({v.device.type for v in leaves if isinstance(v, torch.Tensor)}))
 
-    def trace(self, key: Key) -> tuple[fx.GraphModule, Callable[..., Any] | None]:
-        """The joint graph whose backward runs under `key`, and the inner backward compiler."""
-        regions = [{"device_type": device, "dtype": dtype} for device, dtype in key]
-        with self.configs(), AutocastActsAboveOnly():
-            return trace_joint_graph(
-                self.compile_graph, copy_graph(self.graph_module), self.inputs, regions
-            )
+    def follow_autocast(self, training: TrainingGraph) -> None:
+        """Let the backward of `training` follow the autocast state it runs under."""
+        self.training_graphs += 1
+        fresh = training.placeholders is not None
+        if fresh and not autocast_can_change(training.backward_module(), self.device_types):
+            return
+        Backward(self, training).take_over()
 
+    def backward(self, key: Key, partitioned: fx.GraphModule) -> tuple[fx.GraphModule, Any]:
+        """The backward under `key` for the inputs of `partitioned`, and a compiler for it.
 
-def follow_autocast(region: Region, training: TrainingGraph) -> None:
-    """Let the backward of `training` follow the autocast state it runs under."""
-    fresh = training.placeholders is not None
-    if (
-        fresh
-        and not region.assumption.state
-        and not autocast_can_change(training.backward_module(), region.device_types)
-    ):
-        return
-    backward = Backward(region, training)
-    if training.compiled_backward is not None:
-        training.compiled_backward = backward.runner(training.compiled_backward)
-    if training.compile_backward is not None:
-        training.compile_backward = backward.compile_first
+        Raises:
+            BackwardError: the forward that was compiled does not serve it.
+        """
+        try:
+            if self.hooks_inlined:
+                raise BackwardError("saved-tensor hooks are inlined into its graphs")
+            if self.training_graphs != 1:
+                raise BackwardError(f"the inner compiler made {self.training_graphs} graphs of it")
+            regions = [{"device_type": device, "dtype": dtype} for device, dtype in key]
+            above = AutocastActsAboveOnly()  # type: ignore[no-untyped-call]
+            with outside_of_modes(), self.configs(), above:
+                joint, compile_backward = trace_joint_graph(
+                    self.compile_graph, copy_graph(self.graph_module), self.inputs, regions
+                )
+            return extract_backward(joint, partitioned), compile_backward
+        except BackwardError as error:
+            raise BackwardError(
+                f"the backward of {self.line} cannot follow autocast {key_name(key)}: {error}. "
+                "Call backward() outside of autocast, or pin what it may assume: "
+                'options={"backward_pass_autocast": "off"}'
+            ) from None
 
 
 class Backward:
@@ -145,44 +159,44 @@ class Backward:
         assumed = region.assumption.state
         self._assumed = None if assumed is None else self._key_of(assumed)
 
-    def compile_first(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def take_over(self) -> None:
+        """Put this in the place of the compiled backward, of the compiler that will make it, and of
+        the graph that compiled autograd copies."""
+        training = self._training
+        if training.compiled_backward is not None:
+            training.compiled_backward = self._runner(training.compiled_backward)
+        if training.compile_backward is not None:
+            training.compile_backward = self._compile_first
+        training.for_compiled_autograd = self._for_compiled_autograd
+
+    def _compile_first(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Stands in for the inner backward compiler: the first backward calls it."""
         assert self._compile is not None
         with disable_autocast():
-            return self.runner(self._compile(graph, inputs))
+            return self._runner(self._compile(graph, inputs))
 
-    def runner(self, code: Callable[..., Any]) -> Callable[..., Any]:
+    def _runner(self, code: Callable[..., Any]) -> Callable[..., Any]:
         """The function autograd calls, in place of the code that was compiled with autocast off."""
+        codes, device_types = self._codes, self._region.device_types
         self._off = _boxed(code)
         if not self._assumed:
-            self._codes[()] = self._off
+            codes[()] = self._off
 
         @functools.wraps(code, updated=("__dict__",))
         def run(args: list[Any]) -> Any:
             if not any_autocast_enabled():
-                chosen = self._codes.get(()) or self._choose((), args)
-                return chosen(args)
-            key = self._key_now()
-            chosen = self._codes.get(key) or self._choose(key, args)
+                return (codes.get(()) or self._choose((), args))(args)
+            key = current_key(device_types)
+            chosen = codes.get(key) or self._choose(key, args)
             with disable_autocast():
                 return chosen(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _key_now(self) -> Key:
-        return tuple(
-            (device, torch.get_autocast_dtype(device))
-            for device in self._region.device_types
-            if torch.is_autocast_enabled(device)
-        )
-
     def _key_of(self, state: AutocastState) -> Key:
-        return tuple(
-            (d.device_type, d.dtype)
-            for d in sorted(state.enabled_devices, key=lambda d: d.device_type)
-            if d.device_type in self._region.device_types
-        )
+        on = {d.device_type: d.dtype for d in state.enabled_devices}
+        return tuple((d, on[d]) for d in self._region.device_types if d in on)
 
     def _choose(self, key: Key, args: list[Any]) -> Callable[..., Any]:
         """The code for a state that is met for the first time."""
@@ -197,17 +211,17 @@ class Backward:
 
     def _compare(self, found: Key) -> None:
         """Tell of a backward that the pinned assumption makes differ from eager's."""
-        assumption = self._region.assumption
+        assumption, assumed = self._region.assumption, self._assumed or ()
         if assumption.on_mismatch == "do_nothing":
             return
-        differing = self._differing(self._assumed or (), found)
+        differing = self._differing(assumed, found)
         if not differing:
             return
         several = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         message = (
-            f"the backward of {self._region.line} runs under autocast {_str(found)}, but "
-            f"backward_pass_autocast={assumption.name!r} assumes {_str(self._assumed or ())}; in "
-            f"eager mode {differing[0]}{several}. Run backward() under the assumed state, or use "
+            f"the backward of {self._region.line} runs under autocast {key_name(found)}, but "
+            f"backward_pass_autocast={assumption.name!r} assumes {key_name(assumed)}; in eager "
+            f"mode {differing[0]}{several}. Call backward() under the assumed state, or use "
             'backward_pass_autocast="auto", which follows the state it meets'
         )
         if assumption.on_mismatch == "error":
@@ -221,14 +235,13 @@ class Backward:
         if not differing:
             return self._off
         line = self._region.line
-        log.info("backward of %s: a variant for %s, where %s", line, _str(key), differing[0])
+        log.info("backward of %s: a variant for %s, where %s", line, key_name(key), differing[0])
         counters()["smart_autocast"]["backward_variants"] += 1
         graph = self._graphs[key]
-        compile_backward = self._compile or self._compile_again
-        assert compile_backward is not None, "AOTAutograd calls no backend without a compiler"
-        with self._training.contexts(), self._region.configs(), torch.no_grad():
-            code = _boxed(compile_backward(graph, self._placeholders(graph, args)))
-        return guards.around(code, graph, f"the backward of {line} under {_str(key)}")
+        inputs = self._placeholders(graph, args)
+        with outside_of_modes(), self._training.contexts(), self._region.configs():
+            code = _boxed(self._compile_variant(graph, inputs))
+        return guards.around(code, graph, f"the backward of {line} under {key_name(key)}")
 
     def _differing(self, assumed: Key, found: Key) -> list[str]:
         """What differs between the backwards of two states; empty where they are the same."""
@@ -240,29 +253,38 @@ class Backward:
     def _traced(self, key: Key) -> list[Call]:
         """The calls of the backward under `key`, traced once."""
         if key not in self._calls:
-            joint, self._compile_again = self._region.trace(key)
-            try:
-                graph = extract_backward(joint, self._training.backward_module())
-            except BackwardError as error:
-                raise BackwardError(
-                    f"the backward of {self._region.line} cannot follow autocast {_str(key)}: "
-                    f"{error}. Call backward() outside of autocast, or pin what it may assume: "
-                    'options={"backward_pass_autocast": "off"}'
-                ) from None
+            partitioned = self._training.backward_module()
+            graph, again = self._region.backward(key, partitioned)
+            self._compile_variant = self._compile or again
             self._graphs[key], self._calls[key] = graph, calls_of(graph)
         return self._calls[key]
 
     def _placeholders(self, graph: fx.GraphModule, args: list[Any]) -> list[Any]:
         """Fake inputs to compile a variant for, with the strides of what the forward saved."""
+        nodes = graph.graph.find_nodes(op="placeholder")
+        for node, real in zip(nodes, args, strict=True):
+            fake = node.meta.get("val")
+            if isinstance(fake, torch.Tensor) and fake.dtype != real.dtype:
+                raise BackwardError(
+                    f"the backward of {self._region.line} reads {node.name} as {fake.dtype}; the "
+                    f"forward saved {real.dtype}. Call backward() outside of autocast"
+                )
         if self._training.placeholders is not None:
             return self._training.placeholders
-        nodes = graph.graph.find_nodes(op="placeholder")
         return [fake_like(n.meta.get("val"), real) for n, real in zip(nodes, args, strict=True)]
+
+    def _for_compiled_autograd(self, backward: fx.GraphModule) -> fx.GraphModule:
+        """The backward graph that compiled autograd copies, for the state of this moment."""
+        device_types = self._region.device_types
+        key = found = current_key(device_types)
+        with self._lock, compile_lock(), disable_autocast():
+            if self._assumed is not None:
+                self._compare(found)
+                key = self._assumed
+            if self._differing((), key):
+                backward = self._graphs[key]
+        return for_compiled_autograd(backward, self._region.line, device_types, found)
 
 
 def _boxed(code: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return code if getattr(code, "_boxed_call", False) else lambda args: code(*args)
-
-
-def _str(key: Key) -> str:
-    return ", ".join(f"{device}: {str(dtype)[6:]}" for device, dtype in key) or "off"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch import fake_mode_of, symbol_of
+from ._torch.fake_tensors import fake_mode_of, symbol_of
 
 
 class ShapeGuards:
@@ -26,7 +26,7 @@ class ShapeGuards:
     def around(
         self, code: Callable[[list[Any]], Any], graph: fx.GraphModule, what: str
     ) -> Callable[[list[Any]], Any]:
-        """`code`, after a check of what has been assumed since; `code` itself where that is nothing.
+        """`code`, after a check of what has been assumed since; itself where that is nothing.
 
         Args:
             code: the compiled `graph`.

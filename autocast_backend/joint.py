@@ -21,10 +21,32 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._torch import disable_autocast, has_autocast_kernel, is_higher_order_op
+from ._torch.autocast import disable_autocast, enter_autocast, exit_autocast, has_autocast_kernel
+from ._torch.dynamo import is_higher_order_op
+
+Key = tuple[tuple[str, torch.dtype], ...]
+"""A state of the backward pass, as far as one region can tell: (device type, dtype) of the device
+types that are on, among those its tensors live on. Empty for "off"."""
+
+
+def current_key(device_types: Sequence[str]) -> Key:
+    """The state of the calling thread. Of the thread: the autograd engine's CUDA threads know which
+    device types are on, but have dtypes of their own (PyTorch #132715), and eager's ops use those.
+    """
+    return tuple(
+        (device_type, torch.get_autocast_dtype(device_type))
+        for device_type in device_types
+        if torch.is_autocast_enabled(device_type)
+    )
+
+
+def key_name(key: Key) -> str:
+    """A state, for messages."""
+    return ", ".join(f"{device}: {str(dtype)[6:]}" for device, dtype in key) or "off"
 
 
 class BackwardError(RuntimeError):
@@ -160,6 +182,46 @@ def differing_ops(assumed: Sequence[Call], found: Sequence[Call]) -> list[str]:
         pairs = zip(first, second, strict=True)
         return [f"{a} would be {b}" for a, b in pairs if a.reads != b.reads]
     return [f"{len(first)} ops would be {len(second)} others"]
+
+
+@has_side_effect
+def autocast_must_be(line: str, device_types: Sequence[str], key: Key) -> None:
+    """Stands first in a backward that compiled autograd has copied: it keeps the copy for later
+    calls, whatever the state is then, and runs this again where the state differs."""
+    found = current_key(device_types)
+    if found != key:
+        raise BackwardError(
+            f"compiled autograd captured the backward of {line} under autocast {key_name(key)} and "
+            f"runs it under {key_name(found)}. Call backward() under one state, or without "
+            "compiled autograd"
+        )
+
+
+def for_compiled_autograd(
+    backward: fx.GraphModule, line: str, device_types: Sequence[str], key: Key
+) -> fx.GraphModule:
+    """A copy of the backward under `key` for compiled autograd, which runs its ops where autocast
+    may be on: it checks that it is still the right one, then switches autocast off.
+
+        autocast_must_be(line, device_types, key)
+        enter = _enter_autocast("cpu", None, False, None)
+        ...
+        _exit_autocast(enter)
+    """
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(backward.graph, values)
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        last = graph.call_function(autocast_must_be, (line, tuple(device_types), key))
+    entered = []
+    for device_type, _ in key:
+        with graph.inserting_after(last):
+            last = graph.call_function(enter_autocast, (device_type, None, False, None))
+            entered.append(last)
+    for enter in reversed(entered):
+        graph.call_function(exit_autocast, (enter,))
+    graph.output(result)
+    return fx.GraphModule(backward, graph)
 
 
 def autocast_can_change(backward: fx.GraphModule, device_types: Sequence[str]) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ._torch import fake_mode_of
+from ._torch.fake_tensors import fake_mode_of
 from .planning import plan_graph
 from .proving import judge
 from .regions import Placement

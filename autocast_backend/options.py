@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ._torch import (
-    backend_names,
+from ._torch.configs import (
     backward_pass_autocast_config,
     inductor_config_names,
     inductor_mode_options,
-    pass_through_error,
 )
+from ._torch.dynamo import backend_names, pass_through_error
 from .state import check_autocast_arguments
 
 _PassThrough = pass_through_error()

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from . import recipes
-from ._torch import is_functorch_transform, is_higher_order_op, is_set_grad_enabled
+from ._torch.dynamo import is_functorch_transform, is_higher_order_op, is_set_grad_enabled
 from .bodies import Bodies
 from .recipes import Recipe, tensor_arguments
 from .regions import Placement, find_regions, is_region_node

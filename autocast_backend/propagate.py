@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from . import recipes
-from ._torch import fake_mode_of, observing
+from ._torch.fake_tensors import fake_mode_of, observing
 from .bodies import Bodies
 from .lowering import Context
 from .regions import Placement, find_regions, is_region_node

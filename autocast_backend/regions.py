@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ._torch import enter_autocast, exit_autocast
+from ._torch.autocast import enter_autocast, exit_autocast
 from .state import AutocastState
 
 

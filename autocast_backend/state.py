@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import autocast_device_types
+from ._torch.autocast import autocast_device_types
 
 AMBIENT_DTYPES = (torch.bfloat16, torch.float16)
 """The dtypes autocast accepts; any other makes `torch.autocast` warn and switch itself off."""

@@ -16,7 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._torch import disable_autocast, observing
+from ._torch.autocast import disable_autocast
+from ._torch.fake_tensors import observing
 from .state import AutocastState
 
 # What a cast becomes below autograd. Casts are counted; where they stand is seen through the dtypes

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch import compile_cache_dir, symbol_key
+from ._torch.configs import compile_cache_dir
+from ._torch.fake_tensors import symbol_key
 from .state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from . import recipes
-from ._torch import disable_autocast, enter_autocast, exit_autocast, observing
+from ._torch.autocast import disable_autocast, enter_autocast, exit_autocast
+from ._torch.fake_tensors import observing
 from .planning import Candidate, Plan
 from .policies import Policy
 from .recipes import Recipe, tensor_arguments

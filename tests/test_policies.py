@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
-from autocast_backend._torch import autocast_registrations
+from autocast_backend._torch.autocast import autocast_registrations
 from autocast_backend.policies import TABLES, Policy, find_policy, op_name
 from autocast_backend.state import AutocastState
 from tests.support import graph_of, lower_with_report

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from autocast_backend._torch import enter_autocast, exit_autocast
+from autocast_backend._torch.autocast import enter_autocast, exit_autocast
 from autocast_backend.regions import Placement, RegionError, find_regions
 from autocast_backend.state import AutocastState
 from tests.support import BF16

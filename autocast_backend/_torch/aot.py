@@ -1,0 +1,219 @@
+"""AOTAutograd: the training graphs it makes, and joint graphs traced again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .dynamo import compile_lock, counters
+from .fake_tensors import fake_mode_of
+
+
+def saved_tensors_hooks_are_inlined() -> bool:
+    """Whether AOTAutograd writes the saved-tensor hooks now in force into forward and backward: it
+    does where they are graph modules. It then calls what the forward saves by other names."""
+    from torch._functorch._aot_autograd.utils import (
+        saved_tensors_hooks_are_inlineable,
+        top_saved_tensors_hooks,
+    )
+
+    return bool(saved_tensors_hooks_are_inlineable(top_saved_tensors_hooks()))
+
+
+@dataclass
+class TrainingGraph:
+    """What AOTAutograd knows of one training graph when forward and backward are compiled, or
+    loaded from its cache, and about to become a `torch.autograd.Function`.
+
+    Attributes:
+        compiled_backward: the compiled backward, where there is one already: loaded from the cache,
+            or compiled early because of dynamic shapes.
+        compile_backward: compiles a backward graph for its list of fake inputs, as the inner
+            compiler does; None on a cache hit.
+        backward_module: the backward graph, as partitioned.
+        placeholders: fake inputs of the backward graph with the strides the compiled forward gives
+            them; None on a cache hit.
+        contexts: enters what the backward must be compiled in.
+        for_compiled_autograd: makes the backward graph that compiled autograd copies into its own
+            graph, instead of calling the compiled backward; None leaves it as it is.
+    """
+
+    compiled_backward: Callable[..., Any] | None
+    compile_backward: Callable[..., Any] | None
+    backward_module: Callable[[], fx.GraphModule]
+    placeholders: list[Any] | None
+    contexts: Callable[[], contextlib.AbstractContextManager[Any]]
+    for_compiled_autograd: Callable[[fx.GraphModule], fx.GraphModule] | None = None
+
+
+@contextlib.contextmanager
+def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
+    """Call `change` with every training graph AOTAutograd finishes meanwhile; what it assigns to
+    `compiled_backward`, `compile_backward` and `for_compiled_autograd` takes effect.
+
+    Fresh compilations and cache hits of every inner compiler that uses AOTAutograd come through
+    `AOTDispatchAutograd.post_compile`, and nothing else sees the compiled backward of a cache hit.
+    A wrapper around the inner compiler's backward would not survive into the next process.
+    """
+    importlib.import_module("torch._dynamo")  # the next import needs it, on a fresh start
+    from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
+
+    original = AOTDispatchAutograd.post_compile
+    signature = inspect.signature(original)
+    thread = threading.get_ident()
+
+    def post_compile(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        if "spec" in bound.arguments:
+            spec = holder = bound.arguments["spec"]
+        else:  # torch 2.11: the fields are arguments, and the compiler stands in the configuration
+            spec = SimpleNamespace(**bound.arguments)
+            holder = spec.aot_config
+        graph = _training_graph(spec, getattr(holder, "bw_compiler", None))
+        change(graph)
+        spec.compiled_bw_func = graph.compiled_backward
+        if graph.compile_backward is not None:
+            holder.bw_compiler = graph.compile_backward
+        if graph.for_compiled_autograd is not None:
+            spec.lazy_backward_info = _when_captured(
+                spec.lazy_backward_info, graph.for_compiled_autograd
+            )
+        if "spec" not in bound.arguments:
+            bound.arguments.update(vars(spec))
+        return original(*bound.args, **bound.kwargs)
+
+    with _replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for the length of a `with` block, under Dynamo's compile lock."""
+    with compile_lock():
+        before = vars(owner)[name]
+        setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            setattr(owner, name, before)
+
+
+def _training_graph(spec: Any, compile_backward: Callable[..., Any] | None) -> TrainingGraph:
+    from torch._dynamo.utils import get_metrics_context
+    from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+    lazy = spec.lazy_backward_info
+    fresh = hasattr(lazy, "bw_module")
+    here = TracingContext.try_get()
+    saved = getattr(lazy, "saved_context", None) or here
+    compiling = getattr(lazy, "saved_compile_context", None) or CompileContext.try_get()
+
+    @contextlib.contextmanager
+    def contexts() -> Iterator[None]:
+        context = saved
+        if not fresh and saved is not None:
+            context = TracingContext(saved.fake_mode)
+            context.fw_metadata = spec.fw_metadata
+        with tracing(context), compile_context(compiling), get_metrics_context():
+            yield
+
+    return TrainingGraph(
+        compiled_backward=spec.compiled_bw_func,
+        compile_backward=compile_backward,
+        backward_module=(lambda: lazy.bw_module) if fresh else lambda: lazy.bw_module_fn(),
+        placeholders=lazy.placeholder_list if fresh else None,
+        contexts=contexts,
+    )
+
+
+def _when_captured(lazy: Any, change: Callable[[fx.GraphModule], fx.GraphModule]) -> Any:
+    """AOTAutograd's record of a backward graph, that shows compiled autograd a changed one."""
+    from torch._dynamo import compiled_autograd
+
+    if not hasattr(lazy, "bw_module"):
+        return type(lazy)(lambda: change(lazy.bw_module_fn()))
+
+    class Shown(type(lazy)):  # type: ignore[misc]
+        @property
+        def bw_module(self) -> fx.GraphModule:
+            module = self.__dict__["bw_module"]
+            return change(module) if compiled_autograd.compiled_autograd_enabled else module
+
+    shown = object.__new__(Shown)
+    shown.__dict__.update(lazy.__dict__)
+    return shown
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
+    """Switch off the dispatch modes a backward may run in: compiled autograd's tracing, or a
+    user's."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+class _Captured(Exception):
+    """Stops AOTAutograd once it has traced the joint graph."""
+
+
+def trace_joint_graph(
+    compile_graph: Callable[..., Any],
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    backward_autocast: list[dict[str, Any]],
+) -> tuple[fx.GraphModule, Callable[..., Any] | None]:
+    """The joint graph AOTAutograd traces for `graph_module` when the backward runs inside these
+    `torch.autocast` contexts, and the inner compiler's backward compiler.
+
+    Args:
+        compile_graph: an inner compiler that uses AOTAutograd, called with its own decompositions
+            and settings and stopped before it partitions.
+        graph_module: taken over by the compiler: give it a copy.
+        inputs: fake inputs.
+        backward_autocast: what the backward is traced under; empty for "off".
+    """
+    from torch._dynamo.backends import common
+    from torch._functorch import config
+    from torch._guards import TracingContext, tracing
+
+    users_pass, original = config.joint_custom_pass, vars(common)["aot_module_simplified"]
+    joint: list[fx.GraphModule] = []
+    compilers: list[Any] = []
+
+    def capture(graph: fx.GraphModule, joint_inputs: Any) -> fx.GraphModule:
+        joint.append(users_pass(graph, joint_inputs) if callable(users_pass) else graph)
+        raise _Captured
+
+    def aot_module_simplified(*args: Any, **kwargs: Any) -> Any:
+        compilers.append(kwargs.get("bw_compiler"))
+        return original(*args, **kwargs)
+
+    counted = counters()["aot_autograd"].copy()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(common, "aot_module_simplified", aot_module_simplified))
+        stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
+        stack.enter_context(
+            config.patch(
+                backward_pass_autocast=backward_autocast,
+                joint_custom_pass=capture,
+                enable_autograd_cache=False,
+            )
+        )
+        stack.enter_context(torch.enable_grad())
+        with contextlib.suppress(_Captured):
+            compile_graph(graph_module, inputs)
+    counters()["aot_autograd"] = counted  # an interrupted call is counted as a failed one
+    if not joint:
+        raise RuntimeError("the inner compiler traced no joint graph when it was called again")
+    return joint[0], compilers[0] if compilers else None

@@ -1,0 +1,70 @@
+"""The compilers' configuration and caches."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def backward_pass_autocast_config() -> Any:
+    """`torch._functorch.config.backward_pass_autocast`, documented but private by its module; None
+    where it has its default value."""
+    from torch._functorch import config
+
+    value = config.backward_pass_autocast
+    return None if value == "same_as_forward" else value
+
+
+def backward_traced_off() -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd traces the backward under what is on, which is nothing, and its cache key has the
+    default in it, whatever the user has set."""
+    from torch._functorch import config
+
+    return config.patch(backward_pass_autocast="same_as_forward")
+
+
+def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The compilers' configuration of this moment, to be entered again later: patches are local to
+    a `with` block and to a thread, and a backward may run outside of both."""
+    from torch._functorch import config as functorch
+
+    modules = [functorch, sys.modules.get("torch._inductor.config")]
+    before = [(module, module.get_config_copy()) for module in modules if module is not None]
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for module, values in before:
+                now = module.get_config_copy()
+                changed = {k: v for k, v in values.items() if k in now and now[k] != v}
+                stack.enter_context(module.patch(changed))
+            yield
+
+    return again
+
+
+def inductor_mode_options(mode: str | None = None) -> dict[str, Any]:
+    """What `torch.compile(mode=...)` means as Inductor config patches; all modes for None."""
+    import torch._inductor
+
+    return torch._inductor.list_mode_options(mode) if mode else torch._inductor.list_mode_options()
+
+
+def inductor_config_names() -> frozenset[str]:
+    """Every name that an Inductor config patch may set."""
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def compile_cache_dir() -> str | None:
+    """The folder of torch.compile's caches on disk; None where they are switched off."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    off = torch.compiler.config.force_disable_caches or not config.fx_graph_cache
+    return None if off else cache_dir()

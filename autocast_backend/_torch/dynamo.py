@@ -1,0 +1,73 @@
+"""Dynamo: backends, errors, counters, and what its graphs hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def pass_through_error() -> type[Exception]:
+    """The base class of errors that Dynamo hands to the user unchanged; any other class raised by a
+    backend arrives wrapped in `BackendCompilerFailed`, which `except ValueError` does not catch."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    return ShortenTraceback
+
+
+def lookup_backend(name: str) -> Callable[..., Any]:
+    """The registered Dynamo backend `name`; there is no public lookup."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+def backend_names() -> list[str]:
+    """Every registered backend, debugging ones (`aot_eager`, `eager`) included."""
+    from torch._dynamo.backends.registry import list_backends
+
+    return list_backends(exclude_tags=())
+
+
+def counters() -> Any:
+    """Dynamo's counters: what `torch.compile` did, by subsystem. Ours is `smart_autocast`."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def timed(stage: str) -> contextlib.AbstractContextManager[Any]:
+    """Record a stage in `torch._dynamo.utils.compile_times()`."""
+    from torch._dynamo.utils import dynamo_timed
+
+    return dynamo_timed(f"smart_autocast.{stage}")
+
+
+def compile_lock() -> contextlib.AbstractContextManager[Any]:
+    """The lock under which Dynamo compiles. Reentrant."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def is_functorch_transform(target: Any) -> int:
+    """+1 where a graph node enters a `torch.func` transform, -1 where it leaves one, else 0.
+
+    Between the two, example values are wrappers of a transform level that no longer exists.
+    """
+    name = getattr(target, "__name__", "")
+    if name.endswith("_increment_nesting"):
+        return 1
+    return -1 if name.endswith("_decrement_nesting") else 0
+
+
+def is_higher_order_op(target: Any) -> bool:
+    """Whether a node's target takes subgraphs (`torch.ops.higher_order.*`)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_set_grad_enabled(target: Any) -> bool:
+    """Dynamo writes `torch.no_grad()` as calls of this private function."""
+    return target is torch._C._set_grad_enabled

@@ -1,0 +1,92 @@
+"""Fake tensors and symbolic sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any | None:
+    """The FakeTensorMode of the first fake tensor among `values`, wrapper subclasses included.
+
+    Not `detect_fake_mode`: while a backend runs, the tracing context holds a second fake mode, and
+    the example values of Dynamo's graph do not belong to it.
+    """
+    from torch._subclasses.fake_tensor import maybe_get_fake_mode
+    from torch.utils import _pytree as pytree
+
+    for value in values:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and (mode := maybe_get_fake_mode(leaf)) is not None:
+                return mode
+    return None
+
+
+@contextlib.contextmanager
+def observing(fake_mode: Any) -> Iterator[None]:
+    """Run ops on fake tensors without leaving a trace in the compilation: no guard is added and the
+    unbacked symbols of data-dependent ops are forgotten."""
+    with contextlib.ExitStack() as stack:
+        shape_env = fake_mode.shape_env
+        if shape_env is not None:
+            stack.enter_context(shape_env.suppress_guards())
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(fake_mode)
+        yield
+
+
+def fake_inputs(inputs: Iterable[Any]) -> list[Any]:
+    """The fake tensors AOTAutograd will trace a graph's real inputs with: same mode, same symbolic
+    sizes. They can be kept when the real ones must not be."""
+    from torch._guards import TracingContext
+    from torch._subclasses import FakeTensorMode
+
+    tracing = TracingContext.try_get()
+    mode = tracing.fake_mode if tracing and tracing.fake_mode else FakeTensorMode()
+    contexts = tracing.tensor_to_context if tracing else {}
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or fake_mode_of([value]) is not None:
+            return value
+        context = contexts.get(value)
+        if context is None:
+            return mode.from_tensor(value, static_shapes=True)
+        return mode.from_tensor(
+            value, symbolic_context=context, source=context.tensor_source, trace=False
+        )
+
+    return [fake(value) for value in inputs]
+
+
+def fake_like(fake: Any, real: Any) -> Any:
+    """`fake` with the strides of `real`, which a compiled forward may have chosen itself; where
+    there is no fake, one of `real`'s sizes."""
+    if not isinstance(real, torch.Tensor):
+        return real if fake is None else fake
+    if fake is None:
+        from torch._guards import TracingContext
+
+        mode = TracingContext.get().fake_mode
+        assert mode is not None, "a backward is compiled in the context of its forward"
+        return mode.from_tensor(real, static_shapes=True)
+    if any(isinstance(size, torch.SymInt) for size in fake.shape) or (
+        fake.stride() == real.stride()
+    ):
+        return fake
+    return fake.as_strided(fake.shape, real.stride())
+
+
+def symbol_of(size: Any) -> Any | None:
+    """The symbol of a dynamic size, as it was before anything was assumed about it; None for a
+    number or an expression."""
+    expression = size.node._expr if isinstance(size, torch.SymInt) else None
+    return expression if getattr(expression, "is_Symbol", False) else None
+
+
+def symbol_key(symbol: Any) -> str:
+    """A SymInt, SymFloat or SymBool as its expression and the value it had when it was traced; the
+    hint, because which kernel an op picks may hang on it."""
+    return f"{symbol.node.expr}={symbol.node._hint}"
