@@ -17,7 +17,7 @@ EAGER: dict[str, Any] = {"backend": "eager"}
 STOCK: dict[str, Any] = {"backend": "aot_eager"}
 
 
-def ours(inner: str = "aot_eager", **options: Any) -> dict[str, Any]:
+def ours(inner: Any = "aot_eager", **options: Any) -> dict[str, Any]:
     """Arguments of `torch.compile` for this backend."""
     return {"backend": "smart_autocast", "options": {"inner": inner, **options}}
 
