@@ -1,0 +1,57 @@
+"""Random numbers of a compiled region: drawn in the forward, met again in the backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.aot.harness import (
+    AOT_EAGER,
+    Case,
+    assert_like_the_oracle,
+    island,
+    results,
+    same_bits,
+)
+
+MIN_CUT, DEFAULT = "aot_eager", "aot_eager_default_partitioner"
+
+
+def drops(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(F.dropout(x @ w, 0.5), w)
+
+
+def adds_noise(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    return island(y * torch.rand_like(y), w) + torch.randn(4, 4)
+
+
+def leaks_at_random(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(F.rrelu(x @ w, training=True), w)
+
+
+def attends(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q = island(x, w).view(1, 2, 2, 4)
+    return F.scaled_dot_product_attention(q, q, q.cos(), dropout_p=0.5)
+
+
+CASES = {f.__name__: Case(f) for f in (drops, adds_noise, leaks_at_random, attends)}
+
+
+@pytest.mark.parametrize(
+    ("way", "partitioner"),
+    [("off", MIN_CUT), ("off", DEFAULT), ("ambient", MIN_CUT), ("region", DEFAULT)],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_numbers_as_eager(name: str, way: str, partitioner: str) -> None:
+    assert_like_the_oracle(CASES[name], way, options={"inner": partitioner})
+
+
+def test_another_seed_is_another_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above seeds each forward alike; here is what that hides."""
+    seeded = results(CASES["drops"], "off", **AOT_EAGER)
+    seed = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda n: seed(n + 1))
+    other = results(CASES["drops"], "off", **AOT_EAGER)
+    assert not same_bits(seeded[0]["outputs"], other[0]["outputs"])
