@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from . import _logging
 from ._torch.aot import (
+    JointGraph,
     TrainingGraph,
     outside_of_modes,
     saved_tensors_hooks_are_inlined,
@@ -38,10 +39,10 @@ from ._torch.dynamo import compile_lock, counters
 from ._torch.fake_tensors import fake_like
 from .guards import ShapeGuards
 from .joint import (
-    AutocastActsAboveOnly,
     BackwardError,
     Call,
     Key,
+    Numbering,
     autocast_can_change,
     calls_of,
     current_key,
@@ -119,30 +120,21 @@ class Region:
             return
         Backward(self, training).take_over()
 
-    def backward(self, key: Key, partitioned: fx.GraphModule) -> tuple[fx.GraphModule, Any]:
-        """The backward under `key` for the inputs of `partitioned`, and a compiler for it.
+    def trace(self, key: Key) -> JointGraph:
+        """The joint graph whose backward runs under `key`.
 
         Raises:
-            BackwardError: the forward that was compiled does not serve it.
+            BackwardError: the forward that was compiled cannot serve another backward.
         """
-        try:
-            if self.hooks_inlined:
-                raise BackwardError("saved-tensor hooks are inlined into its graphs")
-            if self.training_graphs != 1:
-                raise BackwardError(f"the inner compiler made {self.training_graphs} graphs of it")
-            regions = [{"device_type": device, "dtype": dtype} for device, dtype in key]
-            above = AutocastActsAboveOnly()  # type: ignore[no-untyped-call]
-            with outside_of_modes(), self.configs(), above:
-                joint, compile_backward = trace_joint_graph(
-                    self.compile_graph, copy_graph(self.graph_module), self.inputs, regions
-                )
-            return extract_backward(joint, partitioned), compile_backward
-        except BackwardError as error:
-            raise BackwardError(
-                f"the backward of {self.line} cannot follow autocast {key_name(key)}: {error}. "
-                "Call backward() outside of autocast, or pin what it may assume: "
-                'options={"backward_pass_autocast": "off"}'
-            ) from None
+        if self.hooks_inlined:
+            raise BackwardError("saved-tensor hooks are inlined into its graphs")
+        if self.training_graphs != 1:
+            raise BackwardError(f"the inner compiler made {self.training_graphs} graphs of it")
+        regions = [{"device_type": device, "dtype": dtype} for device, dtype in key]
+        with outside_of_modes(), self.configs():
+            return trace_joint_graph(
+                self.compile_graph, copy_graph(self.graph_module), self.inputs, regions
+            )
 
 
 class Backward:
@@ -156,6 +148,8 @@ class Backward:
         self._codes: dict[Key, Callable[..., Any]] = {}
         self._graphs: dict[Key, fx.GraphModule] = {}
         self._calls: dict[Key, list[Call]] = {}
+        self._reference: JointGraph | None = None
+        self._numbering = Numbering()
         assumed = region.assumption.state
         self._assumed = None if assumed is None else self._key_of(assumed)
 
@@ -239,8 +233,12 @@ class Backward:
         counters()["smart_autocast"]["backward_variants"] += 1
         graph = self._graphs[key]
         inputs = self._placeholders(graph, args)
+        compile_backward = self._compile
+        if compile_backward is None and self._reference is not None:  # the first came from a cache
+            compile_backward = self._reference.compile_backward
+        assert compile_backward is not None
         with outside_of_modes(), self._training.contexts(), self._region.configs():
-            code = _boxed(self._compile_variant(graph, inputs))
+            code = _boxed(compile_backward(graph, inputs))
         return guards.around(code, graph, f"the backward of {line} under {key_name(key)}")
 
     def _differing(self, assumed: Key, found: Key) -> list[str]:
@@ -253,9 +251,19 @@ class Backward:
     def _traced(self, key: Key) -> list[Call]:
         """The calls of the backward under `key`, traced once."""
         if key not in self._calls:
-            partitioned = self._training.backward_module()
-            graph, again = self._region.backward(key, partitioned)
-            self._compile_variant = self._compile or again
+            try:
+                if self._reference is None:
+                    self._reference = self._region.trace(())
+                joint = self._region.trace(key) if key else self._reference
+                graph = extract_backward(
+                    joint, self._training.backward_module(), self._reference, self._numbering
+                )
+            except BackwardError as error:
+                raise BackwardError(
+                    f"the backward of {self._region.line} cannot follow autocast {key_name(key)}: "
+                    f"{error}. Call backward() outside of autocast, or pin what it may assume: "
+                    'options={"backward_pass_autocast": "off"}'
+                ) from None
             self._graphs[key], self._calls[key] = graph, calls_of(graph)
         return self._calls[key]
 

@@ -9,13 +9,13 @@ autocast state of the backward pass, and the backward that can be taken out of i
     gx = mm(tangent, t(t))                   gx = mm(to_bf16(tangent), to_bf16(t(t)))
                                              gx = to_fp32(gx)      the engine casts it back
 
-The forwards are the same, name by name, so the backward of any state can start from the values that
-the forward which really ran has saved.
+The forwards are the same, so the backward of any state can start from the values that the forward
+which really ran has saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,9 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._torch.autocast import disable_autocast, enter_autocast, exit_autocast, has_autocast_kernel
+from ._torch.aot import JointGraph
+from ._torch.autocast import enter_autocast, exit_autocast, has_autocast_kernel
 from ._torch.dynamo import is_higher_order_op
 
 Key = tuple[tuple[str, torch.dtype], ...]
@@ -54,66 +54,93 @@ class BackwardError(RuntimeError):
     cannot be compiled that way."""
 
 
-class AutocastActsAboveOnly(TorchDispatchMode):
-    """Switch autocast off below the ops it has acted on.
+class Numbering:
+    """Numbers for the values of several joint graphs of one region: two nodes have one number if
+    they compute the same from the same inputs. Names do not tell: what a partitioner saves may come
+    from the backward half of the graph, where another state shifts the names."""
 
-    Autocast's kernels come first in the dispatcher; then come modes like this one, then tracing
-    with its decompositions. Eager runs a kernel there, on which autocast cannot act. Without this
-    mode it would act on the ops of decompositions and of Python meta functions.
-    """
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Any, ...], int] = {}
 
-    supports_higher_order_operators = True
+    def of(self, module: fx.GraphModule) -> dict[fx.Node, int]:
+        """The number of every node of `module`."""
+        numbers: dict[fx.Node, int] = {}
+        for node in module.graph.nodes:
+            identity: Any = node.name if node.op == "placeholder" or _is_unlike_others(node) else ""
+            if node.op == "get_attr":
+                value = getattr(module, str(node.target), None)
+                identity = value.code if isinstance(value, fx.GraphModule) else node.target
+            arguments = str(
+                fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+                if node.op != "output"
+                else ""
+            )
+            target = "" if node.op in ("placeholder", "get_attr") else node.target
+            key = (node.op, target, identity, arguments)
+            numbers[node] = self._numbers.setdefault(key, len(self._numbers))
+        return numbers
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        with disable_autocast():
-            return func(*args, **(kwargs or {}))
 
-
-def extract_backward(joint: fx.GraphModule, partitioned: fx.GraphModule) -> fx.GraphModule:
+def extract_backward(
+    joint: JointGraph, partitioned: fx.GraphModule, reference: JointGraph, numbering: Numbering
+) -> fx.GraphModule:
     """The backward of `joint` with the inputs of another backward of the same forward.
 
-    What that one's forward saved is taken by name; other forward values are computed again from it.
+    What that one's forward has saved is used; other forward values are computed again from it.
 
     Args:
-        joint: a joint graph, as AOTAutograd traces it: forward outputs, then gradients.
+        joint: traced under the state of the backward that is wanted.
         partitioned: a backward graph of the same region, with whose forward this one must work.
+        reference: the joint graph it was partitioned from, which tells what its inputs are.
+        numbering: tells which values of the two joint graphs are the same.
 
     Raises:
         BackwardError: the backward needs a forward value that was not saved and cannot be computed
-            again, or the two graphs do not belong together.
+            again.
     """
-    nodes = {node.name: node for node in joint.graph.nodes}
-    gradients = _outputs(joint)[-len(_outputs(partitioned)) :]
+    names = {node.name: node for node in reference.graph_module.graph.nodes}
+    known = numbering.of(reference.graph_module)
     graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
+    saved: dict[int, fx.Node] = {}
     for placeholder in partitioned.graph.find_nodes(op="placeholder"):
         copy = graph.placeholder(placeholder.name)
-        source = nodes.get(placeholder.name)
+        source = names.get(placeholder.name)
         if source is not None:
-            values[source] = copy
+            saved[known[source]] = copy
         copy.meta = dict(placeholder.meta if source is None else source.meta)
-    needed: set[fx.Node] = set()
+    module = joint.graph_module
+    values = {n: saved[i] for n, i in numbering.of(module).items() if i in saved}
+    outputs = pytree.arg_tree_leaves(*module.graph.output_node().args)
+    gradients = outputs[joint.num_forward_outputs :]
+    for node in _needed(module, gradients, values):
+        values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
+    return fx.GraphModule(module, graph)
+
+
+def _needed(
+    module: fx.GraphModule, gradients: Sequence[Any], values: Mapping[fx.Node, fx.Node]
+) -> list[fx.Node]:
+    """What must be computed for `gradients` besides `values`, in order."""
     pending = [g for g in gradients if isinstance(g, fx.Node)]
-    pending += [n for n in joint.graph.nodes if _in_backward(n) and _has_effect(n)]
+    pending += [n for n in module.graph.nodes if _in_backward(n) and _has_effect(n)]
+    needed: set[fx.Node] = set()
     while pending:
         node = pending.pop()
         if node in values or node in needed:
             continue
-        if node.op == "placeholder" or (_is_random(node) and not _in_backward(node)):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "placeholder" or (random and not _in_backward(node)):
             raise BackwardError(f"the forward did not save {node.name}, which the backward reads")
         needed.add(node)
         pending += node.all_input_nodes
-    for node in joint.graph.nodes:
-        if node in needed:
-            values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    return fx.GraphModule(joint, graph)
+    return [node for node in module.graph.nodes if node in needed]
 
 
-def _outputs(module: fx.GraphModule) -> list[Any]:
-    return pytree.arg_tree_leaves(module.graph.output_node().args[0])
+def _is_unlike_others(node: fx.Node) -> bool:
+    """Whether two such nodes with the same arguments do not compute the same."""
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return random or _has_effect(node)
 
 
 def _in_backward(node: fx.Node) -> bool:
@@ -122,11 +149,6 @@ def _in_backward(node: fx.Node) -> bool:
 
 def _has_effect(node: fx.Node) -> bool:
     return node.op == "call_function" and node.is_impure()
-
-
-def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 @dataclass(frozen=True)

@@ -138,41 +138,6 @@ def test_inductor_config_patches_reach_inductor_and_its_lazy_backward(
     assert config.max_autotune_gemm_backends != "ATEN"
 
 
-class Island(nn.Module):
-    """A region inside the model: the caller has autocast off in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(**BF16):
-            x = self.a(x)
-        return self.b(x.float())
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_autocast_around_backward_does_not_act_on_the_compiled_backward(inner: str) -> None:
-    """It was traced with the casts it needs. Stock runs it under whatever is on: with `aot_eager`
-    its matrix products come out in another precision."""
-
-    def gradients(outside: bool, **compile_arguments: Any) -> list[Any]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Island()
-        loss = torch.compile(model, **compile_arguments)(torch.ones(4, 8)).sum()
-        with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
-            loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    ours = {"backend": "smart_autocast", "options": {"inner": inner}}
-    assert_same_bits(gradients(False, **ours), gradients(True, **ours))
-    if inner == "aot_eager":
-        stock = [gradients(outside, backend="aot_eager") for outside in (False, True)]
-        with pytest.raises(AssertionError, match="differs"):
-            assert_same_bits(*stock)
-
-
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_an_error_in_the_model_arrives_unchanged_and_the_state_is_restored(inner: str) -> None:
     class Broken(ValueError):

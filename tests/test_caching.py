@@ -23,31 +23,43 @@ from torch._dynamo.utils import counters
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
     def forward(self, x):
         region = torch.autocast("cpu", torch.bfloat16) if {in_graph} else contextlib.nullcontext()
         with region:
-            return self.b(torch.relu(self.a(x))) + self.b(torch.relu(self.a(x + 1)))
+            y = self.b(torch.relu(self.a(x))) + self.b(torch.relu(self.a(x + 1)))
+        return self.c(y.float())
 
 torch.manual_seed(0)
 model = Model()
 x = torch.arange(32.0).view(4, 8) / 32
 with torch.autocast("cpu", torch.{dtype}, enabled=not {in_graph}):
     out = torch.compile(model, backend="{backend}")(x)
-out.float().square().sum().backward()
+with torch.autocast("cpu", torch.bfloat16, enabled={backward_on}):
+    out.float().square().sum().backward()
 aot = counters["aot_autograd"]
 print(json.dumps({{
     "hit": aot["autograd_cache_hit"], "miss": aot["autograd_cache_miss"],
     "bypass": aot["autograd_cache_bypass"],
     "checked": counters["smart_autocast"]["checked"],
+    "variants": counters["smart_autocast"]["backward_variants"],
     "dtype": str(out.dtype),
     "values": [t.flatten().tolist() for t in (out, *(p.grad for p in model.parameters()))],
 }}))
 """
 
 
-def run(cache: Path, backend: str, in_graph: bool, dtype: str = "bfloat16") -> dict[str, Any]:
-    program = PROGRAM.format(backend=backend, in_graph=in_graph, dtype=dtype)
+def run(
+    cache: Path,
+    backend: str,
+    in_graph: bool,
+    dtype: str = "bfloat16",
+    *,
+    backward_on: bool = False,
+) -> dict[str, Any]:
+    program = PROGRAM.format(
+        backend=backend, in_graph=in_graph, dtype=dtype, backward_on=backward_on
+    )
     result = run_python(program, TORCHINDUCTOR_CACHE_DIR=str(cache))
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -67,6 +79,20 @@ def test_a_second_process_hits_the_caches_and_is_right(tmp_path: Path, in_graph:
         other = run(tmp_path, "smart_autocast", in_graph, "float16")
         assert (other["hit"], other["miss"]) == (0, 1)
         assert other["dtype"] == "torch.float16"
+
+
+@pytest.mark.slow
+def test_a_second_process_follows_another_state_of_its_backward(tmp_path: Path) -> None:
+    """A cache hit brings along the compiled backward of the first process, which ran it in another
+    state: it must not serve this one."""
+    results = {
+        (cache, backward_on): run(tmp_path / cache, "smart_autocast", True, backward_on=backward_on)
+        for cache, backward_on in (("a", False), ("b", True), ("a", True), ("b", False))
+    }
+    assert [r["hit"] for r in results.values()] == [0, 0, 1, 1]
+    assert [r["variants"] for r in results.values()] == [0, 1, 1, 0]
+    off, on = ([results[cache, state]["values"] for cache in "ab"] for state in (False, True))
+    assert off[0] == off[1] != on[0] == on[1]
 
 
 @pytest.mark.slow

@@ -25,7 +25,12 @@ def compile_with(options: dict[str, Any] | None = None, mode: str | None = None)
         ({"iner": "aot_eager"}, r"unknown option 'iner'; expected 'inner'"),
         ({"policies": {}}, r"'policies' is not built yet"),
         ({"weight_cache": "scope"}, r"'weight_cache' is not built yet"),
-        ({"backward_pass_autocast": "auto"}, r"is not built yet"),
+        ({"backward_pass_autocast": "of"}, r"'backward_pass_autocast': .*'of'; expected 'off'"),
+        (
+            {"backward_pass_autocast": {"device_type": "gpu"}},
+            r"'backward_pass_autocast': device_ty",
+        ),
+        ({"on_backward_autocast_mismatch": "err"}, r"unknown value 'err'; expected 'error'"),
         ({"inner": "aot_eger"}, r"no backend is called 'aot_eger'; expected .*'aot_eager'"),
         ({"inner": "smart_autocast"}, r"another backend than 'smart_autocast'"),
         ({"validate": "strictly"}, r"'strictly'; expected 'strict'"),

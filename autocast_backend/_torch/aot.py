@@ -163,8 +163,23 @@ def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward in one graph, as the inner compiler's partitioner gets them.
+
+    Attributes:
+        graph_module: its outputs are those of the forward, then the gradients.
+        num_forward_outputs: how many outputs are the forward's.
+        compile_backward: the inner compiler's backward compiler; None if it cannot be seen.
+    """
+
+    graph_module: fx.GraphModule
+    num_forward_outputs: int
+    compile_backward: Callable[..., Any] | None
+
+
 class _Captured(Exception):
-    """Stops AOTAutograd once it has traced the joint graph."""
+    """Stops AOTAutograd once the joint graph is there."""
 
 
 def trace_joint_graph(
@@ -172,9 +187,9 @@ def trace_joint_graph(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     backward_autocast: list[dict[str, Any]],
-) -> tuple[fx.GraphModule, Callable[..., Any] | None]:
+) -> JointGraph:
     """The joint graph AOTAutograd traces for `graph_module` when the backward runs inside these
-    `torch.autocast` contexts, and the inner compiler's backward compiler.
+    `torch.autocast` contexts.
 
     Args:
         compile_graph: an inner compiler that uses AOTAutograd, called with its own decompositions
@@ -187,17 +202,30 @@ def trace_joint_graph(
     from torch._functorch import config
     from torch._guards import TracingContext, tracing
 
-    users_pass, original = config.joint_custom_pass, vars(common)["aot_module_simplified"]
-    joint: list[fx.GraphModule] = []
-    compilers: list[Any] = []
-
-    def capture(graph: fx.GraphModule, joint_inputs: Any) -> fx.GraphModule:
-        joint.append(users_pass(graph, joint_inputs) if callable(users_pass) else graph)
-        raise _Captured
+    original = vars(common)["aot_module_simplified"]
+    users_pass = config.joint_custom_pass
+    found: list[JointGraph] = []
+    outermost = False
 
     def aot_module_simplified(*args: Any, **kwargs: Any) -> Any:
-        compilers.append(kwargs.get("bw_compiler"))
-        return original(*args, **kwargs)
+        partition, compiler = kwargs["partition_fn"], kwargs.get("bw_compiler")
+
+        def capture(graph: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
+            found.append(JointGraph(graph, num_fwd_outputs, compiler))
+            raise _Captured
+
+        def partition_fn(graph: fx.GraphModule, joint_inputs: Any, **arguments: Any) -> Any:
+            if not outermost:  # the body of a higher-order op
+                return partition(graph, joint_inputs, **arguments)
+            with _before_partitioning(partition, capture) as prepare:
+                return prepare(graph, joint_inputs, **arguments)
+
+        return original(*args, **{**kwargs, "partition_fn": partition_fn})
+
+    def joint_custom_pass(graph: fx.GraphModule, joint_inputs: Any) -> fx.GraphModule:
+        nonlocal outermost
+        outermost = True
+        return users_pass(graph, joint_inputs) if callable(users_pass) else graph
 
     counted = counters()["aot_autograd"].copy()
     with contextlib.ExitStack() as stack:
@@ -206,7 +234,7 @@ def trace_joint_graph(
         stack.enter_context(
             config.patch(
                 backward_pass_autocast=backward_autocast,
-                joint_custom_pass=capture,
+                joint_custom_pass=joint_custom_pass,
                 enable_autograd_cache=False,
             )
         )
@@ -214,6 +242,32 @@ def trace_joint_graph(
         with contextlib.suppress(_Captured):
             compile_graph(graph_module, inputs)
     counters()["aot_autograd"] = counted  # an interrupted call is counted as a failed one
-    if not joint:
-        raise RuntimeError("the inner compiler traced no joint graph when it was called again")
-    return joint[0], compilers[0] if compilers else None
+    if not found:
+        raise RuntimeError(
+            "the inner compiler calls AOTAutograd in a way that cannot be followed; build it with "
+            "torch._dynamo.backends.common.aot_autograd"
+        )
+    return found[0]
+
+
+@contextlib.contextmanager
+def _before_partitioning(
+    partition: Callable[..., Any], capture: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
+    """`capture` in the place of `partition`; in Inductor's, after its passes over the joint graph,
+    which decide what the values that a forward saves are called."""
+    if getattr(partition, "__module__", "") != "torch._inductor.compile_fx":
+        yield capture
+        return
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Capture(CustomPartitionerFn):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return capture(*args, **kwargs)
+
+        def uuid(self) -> None:
+            return None
+
+    with config.patch(custom_partitioner_fn=Capture()):
+        yield partition

@@ -1,0 +1,72 @@
+"""Compiled autograd copies backward graphs instead of calling compiled backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autocast_backend.joint import BackwardError
+from tests.support import BF16, assert_same_bits
+
+
+class Island(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.b(x.float()).relu()
+
+
+def gradients(
+    forward_on: bool, backwards_on: Sequence[bool], captured: bool, **compile_arguments: Any
+) -> list[Any]:
+    """The gradients of one step for each state of the backward, with or without compiled
+    autograd."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Island()
+    compiled = torch.compile(model, **compile_arguments)
+    compiler = torch.compile(backend="aot_eager")
+    found = []
+    for backward_on in backwards_on:
+        model.zero_grad()
+        with torch.autocast(**BF16, enabled=forward_on):
+            loss = compiled(torch.ones(4, 8)).float().square().sum()
+        with torch.autocast(**BF16, enabled=backward_on):
+            if captured:
+                with torch._dynamo.compiled_autograd._enable(compiler):
+                    loss.backward()
+            else:
+                loss.backward()
+        found += [p.grad for p in model.parameters()]
+    return found
+
+
+OURS: dict[str, Any] = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+
+
+@pytest.mark.parametrize("forward_on", [False, True], ids=["forward_off", "forward_on"])
+@pytest.mark.parametrize("backward_on", [False, True], ids=["backward_off", "backward_on"])
+def test_the_copied_backward_is_the_one_of_the_state(forward_on: bool, backward_on: bool) -> None:
+    expected = gradients(forward_on, [backward_on], captured=False, backend="eager")
+    assert_same_bits(gradients(forward_on, [backward_on], captured=True, **OURS), expected)
+
+
+def test_stock_is_wrong_there() -> None:
+    expected = gradients(True, [False], captured=False, backend="eager")
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same_bits(gradients(True, [False], captured=True, backend="aot_eager"), expected)
+
+
+@pytest.mark.parametrize("states", [(False, True), (True, False)])
+def test_a_copy_is_not_used_in_another_state(states: tuple[bool, bool]) -> None:
+    """Compiled autograd keeps what it captured for the next call, without looking at autocast."""
+    with pytest.raises(BackwardError, match=r"captured the backward of .*test_compiled_autograd"):
+        gradients(True, states, captured=True, **OURS)
