@@ -31,6 +31,7 @@ _WITH_DTYPE = {
     "cumprod": ("cumprod",),
     "cumsum": ("cumsum",),
     "linalg_matrix_norm": ("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+    "linalg_norm": ("linalg_norm", "linalg_norm.ord_str"),
     "linalg_vector_norm": ("linalg_vector_norm",),
     "log_softmax": ("log_softmax.int",),
     "prod": ("prod", "prod.dim_int"),
