@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 
 from ._native import KernelTierError
@@ -13,20 +14,98 @@ from ._native import KernelTierError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the process's exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "policies":
+            status = _policies(options.device, options.check)
+        else:
+            status = _info()
+        sys.stdout.flush()
+        return status
+    except KernelTierError as error:
+        print(f"smart-autocast: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has seen enough: `smart-autocast policies | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="smart-autocast", description="Mixed precision as a property of the graph."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="what is installed, which kernels run, and why")
-    parser.parse_args(arguments)
-    try:
-        facts = info()
-    except KernelTierError as error:
-        print(f"smart-autocast: {error}", file=sys.stderr)
-        return 1
-    width = max(map(len, facts))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+    policies = commands.add_parser("policies", help="what autocast does to which op")
+    policies.add_argument(
+        "--device", metavar="TYPE", help="of one device type, such as cuda; default: all of them"
+    )
+    policies.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the tables with what the installed torch registers; exit with 1 if they "
+        "differ",
+    )
+    return parser
+
+
+def _info() -> int:
+    _print_columns(info().items())
     return 0
+
+
+def _policies(device_type: str | None, check: bool) -> int:
+    from .policies import ROWS, TABLES
+
+    if device_type is not None and device_type not in ROWS:
+        known = ", ".join(ROWS)
+        print(
+            f"smart-autocast policies: --device: expected one of {known}; got {device_type!r}",
+            file=sys.stderr,
+        )
+        return 2
+    chosen = list(ROWS) if device_type is None else [device_type]
+    if check:
+        return max([_check(device_type) for device_type in chosen])
+    if device_type is not None:
+        _print_columns((op, policy.value) for op, policy in TABLES[device_type].items())
+        return 0
+    ops = sorted(set().union(*TABLES.values()))
+    rows = [[op, *(TABLES[d][op].value if op in TABLES[d] else "-" for d in chosen)] for op in ops]
+    _print_columns([["", *chosen], *rows])
+    return 0
+
+
+def _check(device_type: str) -> int:
+    import torch
+
+    from .policies import differences
+
+    found = differences(device_type)
+    if not found:
+        print(f"{device_type}: all {found.equal} registrations of torch are in the table")
+        return 0
+    print(f"{device_type}: the table and torch {torch.__version__} differ", file=sys.stderr)
+    for op in found.missing:
+        print(
+            f"  {op} is registered, and has no row: add one to autocast_backend/policies.py, with "
+            "the policy of ATen/autocast_mode.h, and the versions that have it",
+            file=sys.stderr,
+        )
+    for op in found.gone:
+        print(
+            f"  {op} has a row, and is not registered: give the row the versions that have it, "
+            "such as <2.14",
+            file=sys.stderr,
+        )
+    return 1
+
+
+def _print_columns(rows: Iterable[Sequence[str]]) -> None:
+    table = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
 def info() -> dict[str, str]:

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from autocast_backend import cli
+from autocast_backend import cli, policies
 from autocast_backend.ops import KERNEL_TIER
 
 
@@ -27,6 +27,65 @@ def test_info_of_a_tier_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr.startswith("smart-autocast: SMART_AUTOCAST_KERNELS=triton: there are no")
+
+
+def test_policies_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policies", "--device", "mps"]) == 0
+    rows = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert rows == {op: policy.value for op, policy in policies.TABLES["mps"].items()}
+    assert list(rows) == sorted(rows)
+
+
+def test_policies_of_all_device_types_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policies"]) == 0
+    head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == list(policies.ROWS)
+    rows = {op: dict(zip(head, cells, strict=True)) for op, *cells in lines}
+    for device_type, table in policies.TABLES.items():
+        column = {op: cells[device_type] for op, cells in rows.items()}
+        assert {op: c for op, c in column.items() if c != "-"} == {
+            op: policy.value for op, policy in table.items()
+        }
+
+
+def test_check_is_quiet_where_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policies", "--check"]) == 0
+    printed = capsys.readouterr()
+    assert [line.partition(":")[0] for line in printed.out.splitlines()] == list(policies.ROWS)
+    assert printed.err == ""
+
+
+def test_check_notices_what_a_newer_torch_registers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = policies.autocast_registrations
+
+    def newer(device_type: str) -> list[str]:
+        names = [n for n in real(device_type) if n != "aten::matmul"]
+        return [*names, "aten::brand_new.out", "torchvision::nms"]
+
+    monkeypatch.setattr(policies, "autocast_registrations", newer)
+    assert cli.main(["policies", "--check", "--device", "xpu"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["xpu:", "brand_new.out", "matmul"]
+    assert "has no row" in lines[1]
+    assert "is not registered" in lines[2]
+    assert cli.main(["policies", "--check"]) == 1
+
+
+def test_policies_of_an_unknown_device_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policies", "--device", "gpu"]) == 2
+    assert capsys.readouterr().err == (
+        "smart-autocast policies: --device: expected one of cpu, cuda, xpu, mps, mtia, maia; "
+        "got 'gpu'\n"
+    )
+
+
+def test_a_reader_that_stops_early() -> None:
+    command = f"{sys.executable} -m autocast_backend.cli policies | head -n 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.stdout.split() == list(policies.ROWS)
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("arguments", [[], ["inform"], ["info", "extra"]])
