@@ -1,0 +1,143 @@
+"""Activation checkpointing inside a compiled region, around it, and both."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from tests.aot.harness import (
+    AOT_EAGER,
+    BACKWARDS,
+    ORACLE,
+    WAYS,
+    Case,
+    assert_like_the_oracle,
+    autocast,
+    backward_inside,
+    differences,
+    inside_region,
+    island,
+    leaves,
+    loss_of,
+)
+from tests.support import assert_same_bits
+
+
+def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island((x @ w).sin(), w).cos()
+
+
+def random_block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(F.dropout(x @ w, 0.5), w)
+
+
+def saves_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputes(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def not_reentrant(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, w, use_reentrant=False).sin()
+
+
+def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = checkpoint(block, x, w, use_reentrant=False)
+    return checkpoint(island, y, y.t(), use_reentrant=False)
+
+
+def nested(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return checkpoint(not_reentrant, x, w, use_reentrant=False).sin()
+
+
+def _selective(policy: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, w, use_reentrant=False, context_fn=contexts).sin()
+
+
+def selective_saving(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return _selective(saves_products, x, w)
+
+
+def selective_recomputing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return _selective(recomputes, x, w)
+
+
+def region_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return checkpoint(inside_region(block), x, w, use_reentrant=False).sin()
+
+
+CASES = {
+    f.__name__: Case(f)
+    for f in (
+        not_reentrant,
+        twice,
+        nested,
+        selective_saving,
+        selective_recomputing,
+        region_inside,
+    )
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoints_inside(name: str, way: str) -> None:
+    assert_like_the_oracle(CASES[name], way)
+
+
+@pytest.mark.parametrize("way", ["off", "ambient", "region"])
+def test_random_numbers_are_the_same_when_they_are_computed_again(way: str) -> None:
+    """Compared with eager itself: the graph Dynamo makes of a checkpoint does not restore the state
+    of the random numbers, AOTAutograd's does."""
+
+    def gradients(compiled: bool) -> list[Any]:
+        torch._dynamo.reset()
+        function = functools.partial(checkpoint, random_block, use_reentrant=False)
+        if way == "region":
+            function = inside_region(function)
+        if compiled:
+            function = torch.compile(function, **AOT_EAGER)
+        x, w = leaves()
+        torch.manual_seed(1)
+        with autocast(way == "ambient"):
+            loss = loss_of(function(x, w))
+        torch.manual_seed(2)
+        loss.backward()
+        return [x.grad, w.grad]
+
+    assert_same_bits(gradients(compiled=True), gradients(compiled=False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not_reentrant", "reentrant"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_block_inside_a_checkpoint(way: str, reentrant: bool) -> None:
+    """The forward runs again inside the backward, under the state the forward had."""
+
+    def steps(**arguments: Any) -> list[dict[str, Any]]:
+        torch._dynamo.reset()
+        function = inside_region(random_block) if way == "region" else random_block
+        compiled = torch.compile(function, fullgraph=True, **arguments)
+        found = []
+        for inside in BACKWARDS:
+            x, w = leaves()
+            torch.manual_seed(1)
+            with autocast(way == "ambient"):
+                y = checkpoint(compiled, x, w, use_reentrant=reentrant)
+            backward_inside(loss_of(y), inside)
+            found.append({"outputs": [y.detach()], "gradients": [x.grad, w.grad]})
+        return found
+
+    assert not list(differences(steps(**AOT_EAGER), steps(**ORACLE)))
