@@ -1,0 +1,118 @@
+"""Custom autograd functions in a compiled region, and `torch.func` transforms in and around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.aot.harness import (
+    AOT_EAGER,
+    ORACLE,
+    WAYS,
+    Case,
+    assert_like_the_oracle,
+    autocast,
+    inside_region,
+    island,
+    leaves,
+    same_bits,
+)
+from tests.support import assert_same_bits
+
+
+class FullPrecision(torch.autograd.Function):
+    """Float32 forward and backward, whatever the state."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+class AsInForward(torch.autograd.Function):
+    """The backward has the state of the forward."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w = ctx.saved_tensors
+        return (grad @ w.t()).float(), (x.t() @ grad).float()
+
+
+def computes_in_float32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(FullPrecision.apply(x @ w, w), w.t())
+
+
+def computes_as_in_forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(x, AsInForward.apply(w.sin(), w))
+
+
+FUNCTIONS = {f.__name__: f for f in (computes_in_float32, computes_as_in_forward)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_custom_functions(name: str, way: str) -> None:
+    assert_like_the_oracle(Case(FUNCTIONS[name]), way)
+
+
+def scalar(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).float().sin().sum() + island(x[None], w).sum()
+
+
+def gradient_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(torch.func.grad(lambda v: scalar(v[0], w))(x), w)
+
+
+def vmap_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(torch.func.vmap(lambda row: (row @ w).sin())(x), w)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("function", [gradient_inside, vmap_inside])
+def test_transforms_inside(function: Callable[..., Any], way: str) -> None:
+    assert_like_the_oracle(Case(function), way)
+
+
+TRANSFORMS = {
+    "grad": torch.func.grad,
+    "grad_and_value": torch.func.grad_and_value,
+    "jacrev": lambda f: torch.func.jacrev(f, argnums=1),
+    "vmap": lambda f: torch.func.vmap(f, in_dims=(0, None)),
+    "vmap_of_grad": lambda f: torch.func.vmap(torch.func.grad(f), in_dims=(0, None)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_around(name: str, way: str) -> None:
+    """The transform's backward runs where it is called: under the state around both."""
+
+    def result(around_autocast: bool, **arguments: Any) -> Any:
+        torch._dynamo.reset()
+        function = inside_region(scalar) if way == "region" else scalar
+        compiled = torch.compile(function, **arguments)
+        x, w = (leaf.detach() for leaf in leaves())
+        with autocast(around_autocast):
+            return TRANSFORMS[name](compiled)(x if "vmap" in name else x[0], w)
+
+    expected = result(way == "ambient", **ORACLE)
+    assert_same_bits(result(way == "ambient", **AOT_EAGER), expected)
+    if way == "off":
+        assert not same_bits(result(True, **ORACLE), expected)
