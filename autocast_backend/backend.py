@@ -3,6 +3,7 @@ execution."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -62,13 +63,13 @@ def smart_autocast(
         graph_module = lower(graph_module, context)
     _tell(graph_module, context)
     inner = _inner(parsed)
-    region = _region(graph_module, example_inputs, inner, parsed, context.ambient)
-    with (
-        report.timed("inner"),
-        disable_autocast(),
-        backward_traced_off(),
-        training_graphs(region.follow_autocast),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(report.timed("inner"))
+        if torch.is_grad_enabled():
+            region = _region(graph_module, example_inputs, inner, parsed, context.ambient)
+            stack.enter_context(training_graphs(region.follow_autocast))
+            stack.enter_context(backward_traced_off(region.keep_in_backward))
+        stack.enter_context(disable_autocast())
         compiled = inner(graph_module, example_inputs)
     log.debug("seconds by stage: %s", report.seconds)
     if report.bracketed:

@@ -15,7 +15,6 @@ that would have changed it warns or raises.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +48,7 @@ from .joint import (
     differing_ops,
     extract_backward,
     for_compiled_autograd,
+    keep_in_backward,
     key_name,
 )
 from .standalone import copy_graph
@@ -112,6 +112,10 @@ class Region:
         leaves = pytree.tree_leaves([self.inputs, values])
         return tuple(sorted({v.device.type for v in leaves if isinstance(v, torch.Tensor)}))
 
+    def keep_in_backward(self, joint: fx.GraphModule) -> None:
+        """A pass over the joint graph before it is partitioned."""
+        keep_in_backward(joint, self.device_types)
+
     def follow_autocast(self, training: TrainingGraph) -> None:
         """Let the backward of `training` follow the autocast state it runs under."""
         self.training_graphs += 1
@@ -144,7 +148,6 @@ class Backward:
         self._region = region
         self._training = training
         self._compile = training.compile_backward
-        self._lock = threading.RLock()
         self._codes: dict[Key, Callable[..., Any]] = {}
         self._graphs: dict[Key, fx.GraphModule] = {}
         self._calls: dict[Key, list[Call]] = {}
@@ -176,7 +179,7 @@ class Backward:
         if not self._assumed:
             codes[()] = self._off
 
-        @functools.wraps(code, updated=("__dict__",))
+        @functools.wraps(code)
         def run(args: list[Any]) -> Any:
             if not any_autocast_enabled():
                 return (codes.get(()) or self._choose((), args))(args)
@@ -194,7 +197,7 @@ class Backward:
 
     def _choose(self, key: Key, args: list[Any]) -> Callable[..., Any]:
         """The code for a state that is met for the first time."""
-        with self._lock, compile_lock(), disable_autocast():
+        with compile_lock(), disable_autocast():
             if key not in self._codes:
                 if self._assumed is None:
                     self._codes[key] = self._compiled(key, args)
@@ -238,7 +241,7 @@ class Backward:
             compile_backward = self._reference.compile_backward
         assert compile_backward is not None
         with outside_of_modes(), self._training.contexts(), self._region.configs():
-            code = _boxed(compile_backward(graph, inputs))
+            code = _boxed(compile_backward(copy_graph(graph), inputs))
         return guards.around(code, graph, f"the backward of {line} under {key_name(key)}")
 
     def _differing(self, assumed: Key, found: Key) -> list[str]:
@@ -285,7 +288,7 @@ class Backward:
         """The backward graph that compiled autograd copies, for the state of this moment."""
         device_types = self._region.device_types
         key = found = current_key(device_types)
-        with self._lock, compile_lock(), disable_autocast():
+        with compile_lock(), disable_autocast():
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed

@@ -247,12 +247,29 @@ def for_compiled_autograd(
 
 
 def autocast_can_change(backward: fx.GraphModule, device_types: Sequence[str]) -> bool:
-    """Whether some autocast state could change this backward: whether it calls an op that autocast
-    has a kernel for, before or after decomposition, or a higher-order op."""
-    for node in backward.graph.nodes:
-        for op in (node.target, node.meta.get("original_aten")):
-            if is_higher_order_op(op):
-                return True
-            if isinstance(op, torch._ops.OpOverload) and has_autocast_kernel(op, device_types):
-                return True
-    return False
+    """Whether some autocast state could change this backward."""
+    return any(_autocast_acts_on(node, device_types) for node in backward.graph.nodes)
+
+
+def _autocast_acts_on(node: fx.Node, device_types: Sequence[str]) -> bool:
+    """Whether autocast has a kernel for the op that was called, before it was decomposed, or it is
+    a higher-order op, whose body may call one."""
+    op = node.meta.get("original_aten") or node.target
+    if isinstance(op, torch._ops.OpOverload):
+        return has_autocast_kernel(op, device_types)
+    return is_higher_order_op(op)
+
+
+def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None:
+    """Have the partitioner compute in the backward what another state would change in it.
+
+    p = primals_1 * 2
+    -- backward --
+    m = mm(p, p)                  needs no tangent: a partitioner may compute it in the forward
+    gx = mm(tangents_1, m)        and save m - float32, where a variant needs m in bfloat16
+    """
+    for node in joint.graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_backward" and _autocast_acts_on(
+            node, device_types
+        ):
+            node.meta["partitioner_tag"] = "must_be_in_backward"

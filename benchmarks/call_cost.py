@@ -27,7 +27,7 @@ from benchmarks.harness import (
 )
 
 AUTOCAST = ("off", "region", "ambient")
-PASSES = ("inference", "training")
+PASSES = ("inference", "training", "backward")
 INNERS = ("aot_eager", "inductor")
 # Under half a millisecond, so that on a busy machine most samples run without being interrupted.
 CALLS_PER_SAMPLE = 20
@@ -39,7 +39,8 @@ class Setting:
 
     Attributes:
         autocast: `off` (none anywhere), `region` (in the function), `ambient` (around the call).
-        mode: `inference` (under no_grad) or `training` (the forward call, with gradients on).
+        mode: `inference` (under no_grad), `training` (the forward call, with gradients on) or
+            `backward` (the backward call; under `ambient`, both are in it).
         inner: the compiler below; for stock it is the backend itself.
     """
 
@@ -88,7 +89,17 @@ def _compiled_call(setting: Setting, candidate: str) -> Callable[[], object]:
         compiled = torch.compile(own, backend=setting.inner)
     x = torch.randn(4, 4, device=setting.device)
     weight = torch.randn(4, 4, device=setting.device, requires_grad=True)
-    return lambda: compiled(x, weight)
+    if setting.mode != "backward":
+        return lambda: compiled(x, weight)
+    outputs: list[Tensor] = []
+
+    def backward() -> object:
+        if not outputs:
+            outputs.append(compiled(x, weight))
+        (out,) = outputs
+        return torch.autograd.grad(out, weight, torch.ones_like(out), retain_graph=True)
+
+    return backward
 
 
 def measure(setting: Setting, *, rounds: int, seed: int) -> list[Row]:
@@ -114,7 +125,7 @@ def _measure(setting: Setting, *, rounds: int, seed: int) -> list[Row]:
     ambient = torch.autocast(
         setting.device, dtype=torch.bfloat16, enabled=setting.autocast == "ambient"
     )
-    with torch.set_grad_enabled(setting.mode == "training"), ambient:
+    with torch.set_grad_enabled(setting.mode != "inference"), ambient:
         samples = interleave(samplers, rounds=rounds, warmup=3, seed=seed)
     return compare(samples, baseline="stock")
 

@@ -11,22 +11,24 @@ from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from autocast_backend._torch.aot import TrainingGraph, training_graphs
+from autocast_backend._torch.aot import JointGraph, TrainingGraph, training_graphs
 from autocast_backend._torch.autocast import disable_autocast
 from autocast_backend.joint import (
     BackwardError,
+    Numbering,
     autocast_can_change,
     calls_of,
     differing_ops,
     extract_backward,
+    keep_in_backward,
 )
-from tests.support import BF16
+from tests.support import BF16, assert_same_bits
 
 ATEN = torch.ops.aten
 GRADIENT = {"partitioner_tag": "is_backward"}
 
 
-def joint_graph(*, cast: bool = False, random: bool = False) -> fx.GraphModule:
+def joint_graph(*, cast: bool = False, random: bool = False) -> JointGraph:
     """y = tanh(x @ w), with its gradient for x; the product of the backward in bfloat16 if cast."""
     graph = fx.Graph()
 
@@ -51,7 +53,12 @@ def joint_graph(*, cast: bool = False, random: bool = False) -> fx.GraphModule:
     else:
         gx = call(ATEN.mm.default, slope, w, **GRADIENT)
     graph.output((y, gx, None))
-    return fx.GraphModule(nn.Module(), graph)
+    return JointGraph(fx.GraphModule(nn.Module(), graph), 1, None)
+
+
+def extract(joint: JointGraph, *saved: str, reference: JointGraph | None = None) -> fx.GraphModule:
+    """The backward of `joint` for a forward that has saved these values of `reference`."""
+    return extract_backward(joint, partitioned(*saved), reference or joint, Numbering())
 
 
 def partitioned(*names: str) -> fx.GraphModule:
@@ -64,7 +71,7 @@ def partitioned(*names: str) -> fx.GraphModule:
 
 
 def test_the_backward_starts_from_what_was_saved() -> None:
-    backward = extract_backward(joint_graph(), partitioned("primals_2", "tanh", "tangents_1"))
+    backward = extract(joint_graph(), "primals_2", "tanh", "tangents_1")
     w, y, tangent = torch.randn(2, 2), torch.randn(2, 2), torch.randn(2, 2)
     gradient, nothing = backward(w, y, tangent)
     assert torch.equal(gradient, ATEN.tanh_backward(tangent, y) @ w)
@@ -72,8 +79,7 @@ def test_the_backward_starts_from_what_was_saved() -> None:
 
 
 def test_what_was_not_saved_is_computed_again_from_what_was() -> None:
-    names = ("primals_1", "primals_2", "unrelated", "tangents_1")
-    backward = extract_backward(joint_graph(), partitioned(*names))
+    backward = extract(joint_graph(), "primals_1", "primals_2", "unrelated", "tangents_1")
     x, w, tangent = torch.randn(2, 2), torch.randn(2, 2), torch.randn(2, 2)
     gradient, _ = backward(x, w, torch.empty(0), tangent)
     assert torch.equal(gradient, ATEN.tanh_backward(tangent, torch.tanh(x @ w)) @ w)
@@ -88,16 +94,28 @@ def test_what_was_not_saved_is_computed_again_from_what_was() -> None:
     ids=["an_input", "random_numbers"],
 )
 def test_what_cannot_be_computed_again_is_refused(
-    joint: fx.GraphModule, saved: tuple[str, ...], missing: str
+    joint: JointGraph, saved: tuple[str, ...], missing: str
 ) -> None:
     with pytest.raises(BackwardError, match=f"did not save {missing}"):
-        extract_backward(joint, partitioned(*saved))
+        extract(joint, *saved)
+
+
+def test_saved_values_are_found_by_what_they_compute_not_by_their_names() -> None:
+    """Another state shifts the names of the backward half, from which a partitioner may save."""
+    reference, other = joint_graph(), joint_graph()
+    (mm,) = (n for n in other.graph_module.graph.nodes if n.name == "mm")
+    (mm_1,) = (n for n in other.graph_module.graph.nodes if n.name == "mm_1")
+    mm.name, mm_1.name = "mm_1", "mm"
+    backward = extract(other, "mm", "primals_2", "tangents_1", reference=reference)
+    product, w, tangent = torch.randn(2, 2), torch.randn(2, 2), torch.randn(2, 2)
+    gradient, _ = backward(product, w, tangent)
+    assert torch.equal(gradient, ATEN.tanh_backward(tangent, torch.tanh(product)) @ w)
 
 
 def test_calls_tell_backwards_apart() -> None:
-    inputs = partitioned("primals_2", "tanh", "tangents_1")
     off, again, low = (
-        calls_of(extract_backward(joint_graph(cast=cast), inputs)) for cast in (False, False, True)
+        calls_of(extract(joint_graph(cast=cast), "primals_2", "tanh", "tangents_1"))
+        for cast in (False, False, True)
     )
     assert off == again
     assert off != low
@@ -160,3 +178,27 @@ def test_which_backwards_autocast_can_change(function: Any, expected: bool) -> N
     """By the ops they call; `tests/conformance` shows for all of op_db that it is enough."""
     backward = backward_of(function, torch.randn(4, 4, requires_grad=True))
     assert autocast_can_change(backward, ["cpu"]) is expected
+
+
+def test_what_a_state_could_change_is_computed_in_the_backward() -> None:
+    """`lu_solve` on the right multiplies two forward values in its backward: a partitioner would
+    save the product, in the precision of a backward outside of autocast."""
+    factors, pivots = torch.linalg.lu_factor(torch.randn(3, 3))
+    inputs = factors.requires_grad_(), pivots, torch.randn(2, 3, requires_grad=True)
+
+    def function(*given: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.lu_solve(*given, left=False)
+
+    def gradients(**compile_arguments: Any) -> Any:
+        torch._dynamo.reset()
+        out = torch.compile(function, **compile_arguments)(*inputs)
+        with torch.autocast(**BF16):
+            return torch.autograd.grad(out.sum(), (inputs[0], inputs[2]))
+
+    ours = gradients(backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(ours, gradients(backend="eager"))
+    joint = joint_graph().graph_module
+    keep_in_backward(joint, ["cpu"])
+    tags = {n.name: n.meta.get("partitioner_tag") for n in joint.graph.nodes}
+    assert tags["mm_1"] == "must_be_in_backward"
+    assert (tags["mm"], tags["tanh_backward"]) == (None, "is_backward")

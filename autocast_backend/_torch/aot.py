@@ -200,6 +200,7 @@ def trace_joint_graph(
     """
     from torch._dynamo.backends import common
     from torch._functorch import config
+    from torch._functorch.partitioners import default_partition
     from torch._guards import TracingContext, tracing
 
     original = vars(common)["aot_module_simplified"]
@@ -208,7 +209,8 @@ def trace_joint_graph(
     outermost = False
 
     def aot_module_simplified(*args: Any, **kwargs: Any) -> Any:
-        partition, compiler = kwargs["partition_fn"], kwargs.get("bw_compiler")
+        partition = kwargs.get("partition_fn", default_partition)
+        compiler = kwargs.get("bw_compiler")
 
         def capture(graph: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
             found.append(JointGraph(graph, num_fwd_outputs, compiler))

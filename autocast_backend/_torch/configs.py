@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def backward_pass_autocast_config() -> Any:
@@ -19,12 +20,24 @@ def backward_pass_autocast_config() -> Any:
     return None if value == "same_as_forward" else value
 
 
-def backward_traced_off() -> contextlib.AbstractContextManager[Any]:
+def backward_traced_off(
+    joint_pass: Callable[[fx.GraphModule], None],
+) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd traces the backward under what is on, which is nothing, and its cache key has the
-    default in it, whatever the user has set."""
+    default in it, whatever the user has set. `joint_pass` sees the joint graph, after the user's
+    own pass; it must not depend on more than the graph, because the cache key has no pass in it."""
     from torch._functorch import config
 
-    return config.patch(backward_pass_autocast="same_as_forward")
+    users = config.joint_custom_pass
+
+    def joint_custom_pass(graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        graph = users(graph, inputs) if callable(users) else graph
+        joint_pass(graph)
+        return graph
+
+    return config.patch(
+        backward_pass_autocast="same_as_forward", joint_custom_pass=joint_custom_pass
+    )
 
 
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -1,4 +1,5 @@
-"""PyTorch's own list of operators, each in a bfloat16 region on the CPU, forward and backward.
+"""PyTorch's own list of operators, each in a bfloat16 region on the CPU, forward and backward; and
+each outside of autocast with its backward in such a region.
 
 Compared with the oracle (the same Dynamo graph under real autocast): dtypes and bits. Where
 AOTAutograd itself computes other bits - it decomposes batch norm, interpolation and QR - ours must
@@ -28,25 +29,31 @@ UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 }
 
 
-def outcome(op: OpInfo, **compile_arguments: Any) -> tuple[list[Any], list[Any]]:
-    """Outputs and gradients of the operator's first sample."""
+def outcome(op: OpInfo, *, around: str, **compile_arguments: Any) -> tuple[list[Any], list[Any]]:
+    """Outputs and gradients of the operator's first sample, with autocast around the operator
+    ("forward") or around its backward ("backward")."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     sample = next(iter(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)))
+
+    def plain(given: Any, args: Any, kwargs: Any) -> Any:
+        return op.op(given, *args, **kwargs)
 
     def region(given: Any, args: Any, kwargs: Any) -> Any:
         with torch.autocast(**BF16):
             return op.op(given, *args, **kwargs)
 
+    function = region if around == "forward" else plain
     inputs = (sample.input, sample.args, sample.kwargs)
     leaves = [t for t in tensors(inputs) if t.requires_grad]
     torch.manual_seed(1)
-    outputs = tensors(torch.compile(region, **compile_arguments)(*inputs))
+    outputs = tensors(torch.compile(function, **compile_arguments)(*inputs))
     roots = [t for t in outputs if t.requires_grad and t.is_floating_point()]
     if not roots or not leaves:
         return outputs, []
     loss = torch.stack([t.float().sum() for t in roots]).sum()
-    return outputs, list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    with torch.autocast(**BF16, enabled=around == "backward"):
+        return outputs, list(torch.autograd.grad(loss, leaves, allow_unused=True))
 
 
 def resolved(value: Any) -> Any:
@@ -60,20 +67,33 @@ def resolved(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(OPS.keys() - UNINITIALIZED))
 def test_bits(name: str) -> None:
+    check(name, "forward")
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n in OPS.keys() - UNINITIALIZED if OPS[n].supports_autograd)
+)
+def test_bits_with_backward_under_autocast(name: str) -> None:
+    check(name, "backward")
+
+
+def check(name: str, around: str) -> None:
+    """Compare with the oracle, or with stock where stock's bits are known to be others."""
     op = OPS[name]
     try:
-        expected = outcome(op, backend="eager")
+        expected = outcome(op, around=around, backend="eager")
     except Exception as error:
         if not name.startswith(EAGER_RAISES):
             raise
         pytest.skip(f"eager autocast itself raises: {str(error).splitlines()[0]}")
     options = {"inner": "aot_eager"}
-    actual = outcome(op, backend="smart_autocast", options=options)
+    actual = outcome(op, around=around, backend="smart_autocast", options=options)
     try:
         assert_same_bits(resolved(actual), resolved(expected), name)
     except AssertionError:
         assert name in DIFFERENT_IN_STOCK
-        assert_same_bits(resolved(actual), resolved(outcome(op, backend="aot_eager")), name)
+        stock = outcome(op, around=around, backend="aot_eager")
+        assert_same_bits(resolved(actual), resolved(stock), name)
 
 
 # No GPU, or a kernel that mixes dtypes when autocast acts inside it.
