@@ -138,6 +138,8 @@ _XPU = _rows(
     banned="binary_cross_entropy",
 )
 
+# _cudnn_rnn has a kernel of its own, ATen/cudnn/AutocastRNN.cpp: it copies the weights into a flat
+# buffer of the lower precision, which that source takes to be float16. Not seen in action.
 _CUDA = _XPU | _rows(
     "_cudnn_rnn",
     lower_precision_fp="_cudnn_rnn cudnn_convolution cudnn_convolution_transpose",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -23,6 +24,13 @@ from autocast_backend.state import AutocastState
 from tests.support import assert_same_bits, graph_of, lower_with_report, tensors
 
 _CAST = torch.ops.aten._to_copy.default
+
+PINNED = Version(torch.__version__).release[:2] == (2, 13) and not torch.backends.cuda.is_built()
+"""Whether this is the build of torch that numbers and exceptions were written down for. On others
+an op may have lost or gained what it takes to run without its device."""
+
+NO_DEVICE = "not compiled with|not linked with|Could not run|unexpected device type|CUDA|NVIDIA"
+"""What eager says of a kernel that needs a device or a build of torch for it."""
 
 
 class _Recorder(TorchDispatchMode):
