@@ -89,8 +89,9 @@ def _region(
     given = options.backward_pass_autocast
     assumed = {"auto": None, "same_as_forward": ambient, "off": AutocastState.off()}
     state = assumed[given] if isinstance(given, str) else AutocastState.of(given)
+    name = repr(given if isinstance(given, str) else list(given))
     assumption = Assumption(
-        state=state, name=str(given), on_mismatch=options.on_backward_autocast_mismatch
+        state=state, name=name, on_mismatch=options.on_backward_autocast_mismatch
     )
     lines = (source_line(n) for n in graph_module.graph.nodes if n.op.startswith("call_"))
     return Region(
@@ -98,7 +99,7 @@ def _region(
         fake_inputs(inputs),
         inner,
         assumption,
-        line=next(filter(None, lines), "a compiled graph"),
+        line=next(filter(None, lines), "a graph without a line of its own"),
     )
 
 

@@ -15,6 +15,7 @@ that would have changed it warns or raises.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from .joint import (
     differing_ops,
     extract_backward,
     for_compiled_autograd,
+    is_plain,
     keep_in_backward,
     key_name,
 )
@@ -77,7 +79,7 @@ class Assumption:
     """
 
     state: AutocastState | None = None
-    name: str = "auto"
+    name: str = "'auto'"
     on_mismatch: str = "warn"
 
 
@@ -120,7 +122,11 @@ class Region:
         """Let the backward of `training` follow the autocast state it runs under."""
         self.training_graphs += 1
         fresh = training.placeholders is not None
-        if fresh and not autocast_can_change(training.backward_module(), self.device_types):
+        if (
+            fresh
+            and is_plain(self.graph_module)
+            and not autocast_can_change(training.backward_module(), self.device_types)
+        ):
             return
         Backward(self, training).take_over()
 
@@ -148,7 +154,8 @@ class Backward:
         self._region = region
         self._training = training
         self._compile = training.compile_backward
-        self._codes: dict[Key, Callable[..., Any]] = {}
+        self._codes: dict[Key, Callable[..., Any]] = {}  # by the state that is met
+        self._variants: dict[Key, Callable[..., Any]] = {}  # by the state they are traced under
         self._graphs: dict[Key, fx.GraphModule] = {}
         self._calls: dict[Key, list[Call]] = {}
         self._reference: JointGraph | None = None
@@ -209,17 +216,14 @@ class Backward:
     def _compare(self, found: Key) -> None:
         """Tell of a backward that the pinned assumption makes differ from eager's."""
         assumption, assumed = self._region.assumption, self._assumed or ()
-        if assumption.on_mismatch == "do_nothing":
+        if assumption.on_mismatch == "do_nothing" or self._alike(assumed, found):
             return
-        differing = self._differing(assumed, found)
-        if not differing:
-            return
-        several = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        first, *more = differing_ops(self._traced(assumed), self._traced(found))
         message = (
             f"the backward of {self._region.line} runs under autocast {key_name(found)}, but "
-            f"backward_pass_autocast={assumption.name!r} assumes {key_name(assumed)}; in eager "
-            f"mode {differing[0]}{several}. Call backward() under the assumed state, or use "
-            'backward_pass_autocast="auto", which follows the state it meets'
+            f"backward_pass_autocast={assumption.name} assumes {key_name(assumed)}; in eager mode "
+            f"{first}{f' (and {len(more)} more)' if more else ''}. Call backward() under the "
+            'assumed state, or use backward_pass_autocast="auto", which follows the state it meets'
         )
         if assumption.on_mismatch == "error":
             raise BackwardAutocastError(message)
@@ -227,29 +231,31 @@ class Backward:
 
     def _compiled(self, key: Key, args: list[Any]) -> Callable[..., Any]:
         """The code of the backward under `key`: the first code, where that computes the same."""
+        if key in self._variants:
+            return self._variants[key]
         guards = ShapeGuards(self._region.inputs)
-        differing = self._differing((), key)
-        if not differing:
+        if self._alike((), key):
             return self._off
         line = self._region.line
-        log.info("backward of %s: a variant for %s, where %s", line, key_name(key), differing[0])
+        if log.isEnabledFor(logging.INFO):
+            first = differing_ops(self._traced(()), self._traced(key))[0]
+            log.info("backward of %s: a variant for %s, where %s", line, key_name(key), first)
         counters()["smart_autocast"]["backward_variants"] += 1
         graph = self._graphs[key]
-        inputs = self._placeholders(graph, args)
         compile_backward = self._compile
         if compile_backward is None and self._reference is not None:  # the first came from a cache
             compile_backward = self._reference.compile_backward
         assert compile_backward is not None
         with outside_of_modes(), self._training.contexts(), self._region.configs():
+            inputs = self._placeholders(graph, args)
             code = _boxed(compile_backward(copy_graph(graph), inputs))
-        return guards.around(code, graph, f"the backward of {line} under {key_name(key)}")
+        what = f"the backward of {line} under {key_name(key)}"
+        self._variants[key] = guards.around(code, graph, what)
+        return self._variants[key]
 
-    def _differing(self, assumed: Key, found: Key) -> list[str]:
-        """What differs between the backwards of two states; empty where they are the same."""
-        if assumed == found:
-            return []
-        first, second = self._traced(assumed), self._traced(found)
-        return [] if first == second else differing_ops(first, second)
+    def _alike(self, one: Key, other: Key) -> bool:
+        """Whether the backwards of two states are the same computation."""
+        return one == other or self._traced(one) == self._traced(other)
 
     def _traced(self, key: Key) -> list[Call]:
         """The calls of the backward under `key`, traced once."""
@@ -272,16 +278,9 @@ class Backward:
 
     def _placeholders(self, graph: fx.GraphModule, args: list[Any]) -> list[Any]:
         """Fake inputs to compile a variant for, with the strides of what the forward saved."""
-        nodes = graph.graph.find_nodes(op="placeholder")
-        for node, real in zip(nodes, args, strict=True):
-            fake = node.meta.get("val")
-            if isinstance(fake, torch.Tensor) and fake.dtype != real.dtype:
-                raise BackwardError(
-                    f"the backward of {self._region.line} reads {node.name} as {fake.dtype}; the "
-                    f"forward saved {real.dtype}. Call backward() outside of autocast"
-                )
         if self._training.placeholders is not None:
             return self._training.placeholders
+        nodes = graph.graph.find_nodes(op="placeholder")
         return [fake_like(n.meta.get("val"), real) for n, real in zip(nodes, args, strict=True)]
 
     def _for_compiled_autograd(self, backward: fx.GraphModule) -> fx.GraphModule:
@@ -292,7 +291,7 @@ class Backward:
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed
-            if self._differing((), key):
+            if not self._alike((), key):
                 backward = self._graphs[key]
         return for_compiled_autograd(backward, self._region.line, device_types, found)
 

@@ -15,6 +15,7 @@ which really ran has saved.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ def extract_backward(
         copy = graph.placeholder(placeholder.name)
         source = names.get(placeholder.name)
         if source is not None:
+            _check_same(placeholder, source)
             saved[known[source]] = copy
         copy.meta = dict(placeholder.meta if source is None else source.meta)
     module = joint.graph_module
@@ -116,6 +118,16 @@ def extract_backward(
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
     return fx.GraphModule(module, graph)
+
+
+def _check_same(placeholder: fx.Node, source: fx.Node) -> None:
+    """Names are given in the order of tracing, which is the same every time. Should it not be, the
+    value is likely to be another kind of value."""
+    was, now = placeholder.meta.get("val"), source.meta.get("val")
+    if isinstance(was, torch.Tensor) and (
+        not isinstance(now, torch.Tensor) or (was.dtype, was.ndim) != (now.dtype, now.ndim)
+    ):
+        raise BackwardError(f"what the forward saved as {placeholder.name} is not there any more")
 
 
 def _needed(
@@ -181,7 +193,7 @@ def calls_of(module: fx.GraphModule) -> list[Call]:
             str(fx.map_arg((node.args, node.kwargs), number)),
         )
         for node in module.graph.nodes
-        if node.op not in ("placeholder",)
+        if node.op != "placeholder"
     ]
 
 
@@ -195,15 +207,18 @@ _CASTS = ("_to_copy", "convert_element_type")
 
 
 def differing_ops(assumed: Sequence[Call], found: Sequence[Call]) -> list[str]:
-    """What differs between two backwards of one region, casts aside, for a message."""
+    """What differs between two backwards of one region that do differ, for a message."""
     first, second = (
-        [c for c in calls if not any(cast in str(c.target) for cast in _CASTS)]
+        [str(c) for c in calls if not any(cast in str(c.target) for cast in _CASTS)]
         for calls in (assumed, found)
     )
-    if [c.target for c in first] == [c.target for c in second]:
-        pairs = zip(first, second, strict=True)
-        return [f"{a} would be {b}" for a, b in pairs if a.reads != b.reads]
-    return [f"{len(first)} ops would be {len(second)} others"]
+    changes = difflib.SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
+    told = [
+        f"{', '.join(first[i:j]) or 'nothing'} would be {', '.join(second[k:m]) or 'left out'}"
+        for change, i, j, k, m in changes
+        if change != "equal"
+    ]
+    return told or ["the same ops would have other arguments or casts"]
 
 
 @has_side_effect
@@ -247,8 +262,26 @@ def for_compiled_autograd(
 
 
 def autocast_can_change(backward: fx.GraphModule, device_types: Sequence[str]) -> bool:
-    """Whether some autocast state could change this backward."""
+    """Whether some autocast state could change this backward, if all of it comes from PyTorch's own
+    formulas (`is_plain`): those call no composite op that autocast has a kernel for, which would be
+    gone from the graph."""
     return any(_autocast_acts_on(node, device_types) for node in backward.graph.nodes)
+
+
+def is_plain(forward: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph calls PyTorch's own ops alone: no `autograd.Function` or other
+    higher-order op, no custom op; no code of others runs in its backward."""
+    for module in forward.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            target = node.target
+            if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+                plain = str(target).partition(".")[0] in ("aten", "prims", "smart_autocast")
+            else:
+                owner = (getattr(target, "__module__", None) or "torch").partition(".")[0]
+                plain = owner in ("torch", "_operator", "operator", "builtins", "math")
+            if node.op == "call_function" and (not plain or is_higher_order_op(target)):
+                return False
+    return True
 
 
 def _autocast_acts_on(node: fx.Node, device_types: Sequence[str]) -> bool:

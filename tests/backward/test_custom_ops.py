@@ -31,18 +31,20 @@ FLOAT32, BFLOAT16 = 3.0, 4.0
 def ops() -> Iterator[None]:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define("probe(Tensor x) -> Tensor")
+    library.define("composite(Tensor x) -> Tensor")
 
     def without_autocast(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(x)
+        return torch.full_like(x, 0.0)
 
     def under_autocast(x: torch.Tensor) -> torch.Tensor:
         is_bf16 = torch.get_autocast_dtype("cpu") == torch.bfloat16
         with torch.autocast("cpu", enabled=False):
-            ones = torch.ones_like(x)
-            return ones if is_bf16 else ones + 1
+            return torch.full_like(x, 1.0 if is_bf16 else 2.0)
 
     library.impl("probe", without_autocast, "CompositeExplicitAutograd")
-    library.impl("probe", under_autocast, "AutocastCPU")
+    library.impl("composite", without_autocast, "CompositeImplicitAutograd")
+    for name in ("probe", "composite"):
+        library.impl(name, under_autocast, "AutocastCPU")
 
     @torch.library.custom_op(f"{NAMESPACE}::dtype_probe", mutates_args=())
     def dtype_probe(x: torch.Tensor) -> torch.Tensor:
@@ -127,6 +129,24 @@ def test_auto_sees_it_in_the_backward_of_a_custom_op(backward: str) -> None:
     expected = (7.0, SAYS[backward])
     assert step(function, "bf16", backward, **EAGER) == expected
     assert step(function, "bf16", backward, **ours()) == expected
+
+
+class Composite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return getattr(torch.ops, NAMESPACE).composite(grad)
+
+
+@pytest.mark.parametrize("backward", STATES)
+def test_auto_sees_it_in_an_op_that_tracing_takes_apart(backward: str) -> None:
+    """Of a composite op there is nothing left in the graph: two states differ in an argument."""
+    expected = (7.0, SAYS[backward])
+    assert step(Composite.apply, "off", backward, **EAGER) == expected
+    assert step(Composite.apply, "off", backward, **ours()) == expected
 
 
 @pytest.mark.parametrize(("backward", "code"), [("off", FLOAT32), ("bf16", BFLOAT16)])
