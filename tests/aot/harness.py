@@ -7,7 +7,8 @@ one, shows. The oracle is the same Dynamo graph under real autocast, `backend="e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,12 @@ BACKWARDS = (False, True, False)
 """Whether autocast is on around the backwards of one compiled function."""
 
 Function = Callable[..., Any]
+
+
+def each_way(cases: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Each case outside of autocast, and in turn around and inside of the graph."""
+    ways = itertools.cycle(("ambient", "region"))
+    return [pair for case in cases for pair in ((case, "off"), (case, next(ways)))]
 
 
 def autocast(enabled: bool) -> AbstractContextManager[Any]:

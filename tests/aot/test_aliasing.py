@@ -12,6 +12,7 @@ from tests.aot.harness import (
     WAYS,
     Case,
     assert_like_the_oracle,
+    each_way,
     island,
     mixed,
     results,
@@ -100,8 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), each_way(CASES))
 def test_bits_and_alias_relations(name: str, way: str) -> None:
     assert_like_the_oracle(CASES[name], way)
 

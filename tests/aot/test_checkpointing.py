@@ -24,6 +24,7 @@ from tests.aot.harness import (
     autocast,
     backward_inside,
     differences,
+    each_way,
     inside_region,
     island,
     leaves,
@@ -92,8 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), each_way(CASES))
 def test_checkpoints_inside(name: str, way: str) -> None:
     assert_like_the_oracle(CASES[name], way)
 

@@ -15,8 +15,8 @@ from tests.aot.harness import (
     AOT_EAGER,
     ORACLE,
     STOCK,
-    WAYS,
     autocast,
+    each_way,
     inside_region,
     island,
     leaves,
@@ -45,9 +45,8 @@ def gradients(
     return [leaf.grad for leaf in given]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("compiler", [ORACLE, STOCK, AOT_EAGER], ids=["eager", "stock", "ours"])
-@pytest.mark.parametrize("function", [mixed, drops])
+@pytest.mark.parametrize(("function", "way"), each_way([mixed, drops]))
 def test_compiled_autograd(function: Callable[..., Any], compiler: dict, way: str) -> None:
     """Whoever compiles the backward graph."""
     captured = torch._dynamo.utils.counters["compiled_autograd"]

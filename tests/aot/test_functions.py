@@ -11,10 +11,10 @@ import torch
 from tests.aot.harness import (
     AOT_EAGER,
     ORACLE,
-    WAYS,
     Case,
     assert_like_the_oracle,
     autocast,
+    each_way,
     inside_region,
     island,
     leaves,
@@ -66,8 +66,7 @@ def computes_as_in_forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = {f.__name__: f for f in (computes_in_float32, computes_as_in_forward)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "way"), each_way(FUNCTIONS))
 def test_custom_functions(name: str, way: str) -> None:
     assert_like_the_oracle(Case(FUNCTIONS[name]), way)
 
@@ -84,8 +83,7 @@ def vmap_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return island(torch.func.vmap(lambda row: (row @ w).sin())(x), w)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("function", [gradient_inside, vmap_inside])
+@pytest.mark.parametrize(("function", "way"), each_way([gradient_inside, vmap_inside]))
 def test_transforms_inside(function: Callable[..., Any], way: str) -> None:
     assert_like_the_oracle(Case(function), way)
 
@@ -99,8 +97,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "way"), each_way(TRANSFORMS))
 def test_transforms_around(name: str, way: str) -> None:
     """The transform's backward runs where it is called: under the state around both."""
 

@@ -12,10 +12,10 @@ from torch import fx
 
 from autocast_backend.backend import smart_autocast
 from tests.aot.harness import (
-    WAYS,
     Case,
     assert_like_the_oracle,
     backward_inside,
+    each_way,
     geometry,
     island,
     leaves,
@@ -139,8 +139,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), each_way(CASES))
 def test_bits_of_everything_written(name: str, way: str) -> None:
     assert_like_the_oracle(CASES[name], way)
 

@@ -28,6 +28,7 @@ from tests.aot.harness import (
     WAYS,
     Case,
     assert_like_the_oracle,
+    each_way,
     island,
     results,
     same_bits,
@@ -81,8 +82,7 @@ def under(hooks: Callable[[str], AbstractContextManager[Any]], name: str) -> Cas
     return Case(network, around=lambda: hooks(name))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("name", "way"), each_way(HOOKS))
 def test_ordinary_hooks(name: str, way: str) -> None:
     assert_like_the_oracle(under(ordinary, name), way, **DEFAULT_PARTITIONER)
 
@@ -107,9 +107,9 @@ def test_eight_bits_of_what_the_min_cut_partitioner_saves(
     assert not same_bits(ours[0]["gradients"], exact[0]["gradients"])
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("name", "mode"), [("fp8", "donated"), ("fp8_scaled", "no_static"), ("fp8", "all")]
+    ("name", "mode", "way"),
+    [("fp8", "donated", "off"), ("fp8_scaled", "no_static", "ambient"), ("fp8", "all", "region")],
 )
 def test_inlined_hooks_do_not_follow_the_backwards_state(name: str, way: str, mode: str) -> None:
     """The forward has packed what the backward of another state would read otherwise, so that

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from tests.aot.harness import (
     AOT_EAGER,
-    WAYS,
     Case,
     assert_like_the_oracle,
+    each_way,
     geometry,
     mixed,
     results,
@@ -108,8 +108,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "way"), each_way(CASES))
 def test_bits_of_subclasses(name: str, way: str) -> None:
     assert_like_the_oracle(CASES[name], way)
 

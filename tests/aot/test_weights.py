@@ -15,9 +15,9 @@ from tests.aot.harness import (
     AOT_EAGER,
     BACKWARDS,
     ORACLE,
-    WAYS,
     backward_inside,
     differences,
+    each_way,
     inside_region,
     island,
     loss_of,
@@ -101,8 +101,7 @@ def steps(
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(("make", "way"), each_way(MODELS))
 def test_weights_with_several_uses(make: Callable[[], nn.Module], way: str) -> None:
     expected = steps(make, way, **ORACLE)
     assert not same_bits(expected[0]["gradients"], expected[1]["gradients"])

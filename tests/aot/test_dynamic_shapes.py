@@ -1,0 +1,107 @@
+"""One compilation for many sizes, and one backward variant for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.aot.harness import (
+    AOT_EAGER,
+    ORACLE,
+    WAYS,
+    autocast,
+    backward_inside,
+    inside_region,
+    island,
+    loss_of,
+    same_bits,
+)
+from tests.support import assert_same_bits
+
+SIZES = (3, 5, 9, 6)
+BACKWARDS = (True, False, True, True)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.norm(F.gelu(self.a(x)))
+        return island(y, self.b.weight), x.shape[0] * y.mean(0)
+
+
+class Reshapes(Mixed):
+    """Sizes of the backward that no tensor of it has: products of dynamic sizes."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows, columns = x.shape
+        y = island(self.a(x), self.b.weight).reshape(rows * 2, columns // 2)
+        return y.t().reshape(-1, rows).softmax(-1), y.repeat(2, 1).view(rows, -1)
+
+
+class Attends(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.norm(island(x, self.a.weight)).unflatten(-1, (2, 4)).transpose(0, 1)
+        return self.b(F.scaled_dot_product_attention(q, q, q).transpose(0, 1).flatten(1))
+
+
+class Scores(Mixed):
+    """Both dimensions of a product are dynamic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = island(self.a(x).float(), x.t())
+        return scores.softmax(-1) @ self.b(x)
+
+
+MODELS = (Mixed, Reshapes, Attends, Scores)
+
+
+def marked(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def steps(
+    make: Callable[[], nn.Module], way: str, backwards: Sequence[bool], **arguments: Any
+) -> list[Any]:
+    """Outputs and gradients for all sizes, of one compiled model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    function = inside_region(model) if way == "region" else model
+    mark = way == "off"
+    compiled = torch.compile(function, dynamic=None if mark else True, fullgraph=True, **arguments)
+    found = []
+    for size, inside in zip(SIZES, backwards, strict=True):
+        x = torch.randn(size, 8, generator=torch.Generator().manual_seed(size)).requires_grad_()
+        model.zero_grad()
+        with autocast(way == "ambient"):
+            outputs = compiled(marked(x) if mark else x)
+        backward_inside(loss_of(outputs), inside)
+        found.append((outputs, x.grad, [p.grad for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", MODELS)
+def test_one_compilation_for_all_sizes(make: Callable[[], nn.Module], way: str) -> None:
+    """With `dynamic=True`, and for "off" with a marked dimension."""
+    counters = torch._dynamo.utils.counters
+    expected = steps(make, way, BACKWARDS, **ORACLE)
+    outside = steps(make, way, [False] * len(SIZES), **ORACLE)
+    told = [not same_bits(a[1:], b[1:]) for a, b in zip(expected, outside, strict=True)]
+    assert tuple(told) == BACKWARDS, "a model that cannot tell the states of a backward"
+    counters["stats"].clear()
+    counters["smart_autocast"].clear()
+    actual = steps(make, way, BACKWARDS, **AOT_EAGER)
+    for size, got, wanted in zip(SIZES, actual, expected, strict=True):
+        assert_same_bits(got, wanted, f"{size} rows")
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["smart_autocast"]["backward_variants"] == 1
