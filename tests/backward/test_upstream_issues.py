@@ -132,8 +132,8 @@ def test_132715_backward_of_index_put_promotes(device: str, dtype: torch.dtype) 
 @EVERYWHERE
 def test_141896_checkpoint_after_no_grad(device: str) -> None:
     """PyTorch #141896: a cast that autocast has cached is used by the forward of a checkpoint and
-    is not there when backward computes it again. On 2.13 eager mode is right; the Dynamo graph, run
-    by torch.compile(backend="eager"), still fails. Right is what the model without a checkpoint
+    is not there when backward computes it again. Eager mode is right; the Dynamo graph, run by
+    torch.compile(backend="eager"), fails on 2.13 (not on 2.11). Right is what the model without a checkpoint
     gives."""
 
     def gradients(compiled: Callable[..., Any], reentrant: bool | None = False) -> list[Any]:
@@ -152,8 +152,9 @@ def test_141896_checkpoint_after_no_grad(device: str) -> None:
         compiled(function)(random(device, 2, 8)).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    with pytest.raises(RuntimeError, match="not found in storage"):
-        gradients(lambda f: torch.compile(f, **EAGER))
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
+        with pytest.raises(RuntimeError, match="not found in storage"):
+            gradients(lambda f: torch.compile(f, **EAGER))
     expected = gradients(lambda f: f, reentrant=None)
     assert_same_bits(gradients(lambda f: torch.compile(f, **STOCK)), expected)
     assert_same_bits(gradients(lambda f: torch.compile(f, **ours())), expected)
