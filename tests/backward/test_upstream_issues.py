@@ -133,8 +133,8 @@ def test_132715_backward_of_index_put_promotes(device: str, dtype: torch.dtype) 
 def test_141896_checkpoint_after_no_grad(device: str) -> None:
     """PyTorch #141896: a cast that autocast has cached is used by the forward of a checkpoint and
     is not there when backward computes it again. Eager mode is right; the Dynamo graph, run by
-    torch.compile(backend="eager"), fails on 2.13 (not on 2.11). Right is what the model without a checkpoint
-    gives."""
+    torch.compile(backend="eager"), fails on 2.13 (not on 2.11). Right is what the model without a
+    checkpoint gives."""
 
     def gradients(compiled: Callable[..., Any], reentrant: bool | None = False) -> list[Any]:
         torch._dynamo.reset()
