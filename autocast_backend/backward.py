@@ -42,7 +42,6 @@ from .joint import (
     BackwardError,
     Call,
     Key,
-    Numbering,
     autocast_can_change,
     calls_of,
     current_key,
@@ -131,15 +130,7 @@ class Region:
         Backward(self, training).take_over()
 
     def trace(self, key: Key) -> JointGraph:
-        """The joint graph whose backward runs under `key`.
-
-        Raises:
-            BackwardError: the forward that was compiled cannot serve another backward.
-        """
-        if self.hooks_inlined:
-            raise BackwardError("saved-tensor hooks are inlined into its graphs")
-        if self.training_graphs != 1:
-            raise BackwardError(f"the inner compiler made {self.training_graphs} graphs of it")
+        """The joint graph whose backward runs under `key`."""
         regions = [{"device_type": device, "dtype": dtype} for device, dtype in key]
         with outside_of_modes(), self.configs():
             return trace_joint_graph(
@@ -156,10 +147,8 @@ class Backward:
         self._compile = training.compile_backward
         self._codes: dict[Key, Callable[..., Any]] = {}  # by the state that is met
         self._variants: dict[Key, Callable[..., Any]] = {}  # by the state they are traced under
-        self._graphs: dict[Key, fx.GraphModule] = {}
+        self._joints: dict[Key, JointGraph] = {}
         self._calls: dict[Key, list[Call]] = {}
-        self._reference: JointGraph | None = None
-        self._numbering = Numbering()
         assumed = region.assumption.state
         self._assumed = None if assumed is None else self._key_of(assumed)
 
@@ -241,14 +230,13 @@ class Backward:
             first = differing_ops(self._traced(()), self._traced(key))[0]
             log.info("backward of %s: a variant for %s, where %s", line, key_name(key), first)
         counters()["smart_autocast"]["backward_variants"] += 1
-        graph = self._graphs[key]
-        compile_backward = self._compile
-        if compile_backward is None and self._reference is not None:  # the first came from a cache
-            compile_backward = self._reference.compile_backward
+        graph = self._graph(key)
+        # None where the first one came from a cache
+        compile_backward = self._compile or self._joints[()].compile_backward
         assert compile_backward is not None
         with outside_of_modes(), self._training.contexts(), self._region.configs():
             inputs = self._placeholders(graph, args)
-            code = _boxed(compile_backward(copy_graph(graph), inputs))
+            code = _boxed(compile_backward(graph, inputs))
         what = f"the backward of {line} under {key_name(key)}"
         self._variants[key] = guards.around(code, graph, what)
         return self._variants[key]
@@ -258,23 +246,35 @@ class Backward:
         return one == other or self._traced(one) == self._traced(other)
 
     def _traced(self, key: Key) -> list[Call]:
-        """The calls of the backward under `key`, traced once."""
-        if key not in self._calls:
-            try:
-                if self._reference is None:
-                    self._reference = self._region.trace(())
-                joint = self._region.trace(key) if key else self._reference
-                graph = extract_backward(
-                    joint, self._training.backward_module(), self._reference, self._numbering
-                )
-            except BackwardError as error:
-                raise BackwardError(
-                    f"the backward of {self._region.line} cannot follow autocast {key_name(key)}: "
-                    f"{error}. Call backward() outside of autocast, or pin what it may assume: "
-                    'options={"backward_pass_autocast": "off"}'
-                ) from None
-            self._graphs[key], self._calls[key] = graph, calls_of(graph)
+        """The calls of the joint graph under `key`, traced once. Forwards are the same, so two such
+        lists differ where the backwards do."""
+        if key not in self._joints:
+            self._joints[key] = self._region.trace(key)
+            self._calls[key] = calls_of(self._joints[key].graph_module)
         return self._calls[key]
+
+    def _graph(self, key: Key) -> fx.GraphModule:
+        """The backward under `key` for what the forward that was compiled has saved.
+
+        Raises:
+            BackwardError: that forward cannot serve another backward.
+        """
+        region = self._region
+        try:
+            if region.hooks_inlined:
+                raise BackwardError("saved-tensor hooks are inlined into its graphs")
+            if region.training_graphs != 1:
+                raise BackwardError(
+                    f"the inner compiler made {region.training_graphs} graphs of it"
+                )
+            partitioned = self._training.backward_module()
+            return extract_backward(self._joints[key], partitioned, self._joints[()])
+        except BackwardError as error:
+            raise BackwardError(
+                f"the backward of {region.line} cannot follow autocast {key_name(key)}: {error}. "
+                "Call backward() outside of autocast, or pin what it may assume: "
+                'options={"backward_pass_autocast": "off"}'
+            ) from None
 
     def _placeholders(self, graph: fx.GraphModule, args: list[Any]) -> list[Any]:
         """Fake inputs to compile a variant for, with the strides of what the forward saved."""
@@ -292,7 +292,7 @@ class Backward:
                 self._compare(found)
                 key = self._assumed
             if not self._alike((), key):
-                backward = self._graphs[key]
+                backward = self._graph(key)
         return for_compiled_autograd(backward, self._region.line, device_types, found)
 
 

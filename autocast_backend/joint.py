@@ -83,7 +83,7 @@ class Numbering:
 
 
 def extract_backward(
-    joint: JointGraph, partitioned: fx.GraphModule, reference: JointGraph, numbering: Numbering
+    joint: JointGraph, partitioned: fx.GraphModule, reference: JointGraph
 ) -> fx.GraphModule:
     """The backward of `joint` with the inputs of another backward of the same forward.
 
@@ -93,12 +93,12 @@ def extract_backward(
         joint: traced under the state of the backward that is wanted.
         partitioned: a backward graph of the same region, with whose forward this one must work.
         reference: the joint graph it was partitioned from, which tells what its inputs are.
-        numbering: tells which values of the two joint graphs are the same.
 
     Raises:
         BackwardError: the backward needs a forward value that was not saved and cannot be computed
             again.
     """
+    numbering = Numbering()
     names = {node.name: node for node in reference.graph_module.graph.nodes}
     known = numbering.of(reference.graph_module)
     graph = fx.Graph()

@@ -15,7 +15,6 @@ from autocast_backend._torch.aot import JointGraph, TrainingGraph, training_grap
 from autocast_backend._torch.autocast import disable_autocast
 from autocast_backend.joint import (
     BackwardError,
-    Numbering,
     autocast_can_change,
     calls_of,
     differing_ops,
@@ -58,7 +57,7 @@ def joint_graph(*, cast: bool = False, random: bool = False) -> JointGraph:
 
 def extract(joint: JointGraph, *saved: str, reference: JointGraph | None = None) -> fx.GraphModule:
     """The backward of `joint` for a forward that has saved these values of `reference`."""
-    return extract_backward(joint, partitioned(*saved), reference or joint, Numbering())
+    return extract_backward(joint, partitioned(*saved), reference or joint)
 
 
 def partitioned(*names: str) -> fx.GraphModule:
