@@ -16,7 +16,8 @@ which really ran has saved.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,30 +57,68 @@ class BackwardError(RuntimeError):
 
 
 class Numbering:
-    """Numbers for the values of several joint graphs of one region: two nodes have one number if
-    they compute the same from the same inputs. Names do not tell: what a partitioner saves may come
-    from the backward half of the graph, where another state shifts the names."""
+    """Numbers for the values of several graphs of one region: two nodes have one number if they
+    compute the same from the same inputs. Names do not tell: what a partitioner saves may come from
+    the backward half of the graph, where another state shifts the names.
+
+    Random numbers are the same if they are drawn by the same call, counting those alike.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self.repeated: set[int] = set()  # random numbers that one graph draws by several such calls
 
-    def of(self, module: fx.GraphModule) -> dict[fx.Node, int]:
-        """The number of every node of `module`."""
+    def of(
+        self, module: fx.GraphModule, inputs: Mapping[str, int] | None = None
+    ) -> dict[fx.Node, int]:
+        """The number of every node of `module`.
+
+        Args:
+            module: a joint graph, or one partitioned from it.
+            inputs: numbers of the placeholders that are values of another graph, by name.
+        """
         numbers: dict[fx.Node, int] = {}
+        drawn: Counter[Any] = Counter()
         for node in module.graph.nodes:
-            identity: Any = node.name if node.op == "placeholder" or _is_unlike_others(node) else ""
-            if node.op == "get_attr":
+            if inputs and node.op == "placeholder" and node.name in inputs:
+                numbers[node] = inputs[node.name]
+                continue
+            target, arguments = (node.target, (node.args, node.kwargs))
+            identity: Any = ""
+            if node.op == "placeholder" or _has_effect(node):
+                identity = node.name
+            elif node.op == "get_attr":
                 value = getattr(module, str(node.target), None)
                 identity = value.code if isinstance(value, fx.GraphModule) else node.target
-            arguments = str(
-                fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
-                if node.op != "output"
-                else ""
-            )
-            target = "" if node.op in ("placeholder", "get_attr") else node.target
-            key = (node.op, target, identity, arguments)
+            if node.op in ("placeholder", "get_attr", "output"):
+                target, arguments = "", ((), {})
+            drawing = _random_call(node)
+            if drawing is not None:
+                target, arguments = drawing
+            told = str(fx.map_arg(arguments, lambda n: f"%{numbers[n]}"))
+            if drawing is not None:
+                identity = drawn[target, told]
+                drawn[target, told] += 1
+            key = (node.op, target, identity, told)
             numbers[node] = self._numbers.setdefault(key, len(self._numbers))
+            if drawing is not None and identity > 0:
+                first = self._numbers[node.op, target, 0, told]
+                self.repeated |= {first, numbers[node]}
         return numbers
+
+
+def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
+    """The op that draws random numbers and its arguments, where a node does: by itself, or, in a
+    partitioned backward, once more from the state that the forward has saved."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return node.target, (node.args, node.kwargs)
+    name = getattr(node.target, "__name__", "")
+    if name == "run_with_rng_state":  # (state, op, *arguments)
+        return node.args[1], (node.args[2:], node.kwargs)
+    if name == "graphsafe_run_with_rng_state":  # (op, *arguments, rng_state=state)
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
+        return node.args[0], (node.args[1:], kwargs)
+    return None
 
 
 def extract_backward(
@@ -87,7 +126,8 @@ def extract_backward(
 ) -> fx.GraphModule:
     """The backward of `joint` with the inputs of another backward of the same forward.
 
-    What that one's forward has saved is used; other forward values are computed again from it.
+    What that one's forward has saved is used; other forward values are computed again from it, and
+    random numbers drawn again as that one draws them.
 
     Args:
         joint: traced under the state of the backward that is wanted.
@@ -102,22 +142,50 @@ def extract_backward(
     names = {node.name: node for node in reference.graph_module.graph.nodes}
     known = numbering.of(reference.graph_module)
     graph = fx.Graph()
-    saved: dict[int, fx.Node] = {}
+    inputs: dict[str, fx.Node] = {}
     for placeholder in partitioned.graph.find_nodes(op="placeholder"):
-        copy = graph.placeholder(placeholder.name)
+        inputs[placeholder.name] = copy = graph.placeholder(placeholder.name)
         source = names.get(placeholder.name)
         if source is not None:
             _check_same(placeholder, source)
-            saved[known[source]] = copy
         copy.meta = dict(placeholder.meta if source is None else source.meta)
+    saved = {name: known[names[name]] for name in inputs if name in names}
+    values = {number: inputs[name] for name, number in saved.items()}
+    first = numbering.of(partitioned, saved)
+    drawn = {
+        number: node
+        for node, number in first.items()
+        if _random_call(node) and number in known.values() and number not in numbering.repeated
+    }
+
+    def draw(node: fx.Node) -> fx.Node:
+        """Copy from the partitioned graph what draws a random number of the forward again."""
+        if node.op == "placeholder":
+            return inputs[node.name]
+        if first[node] not in values:
+            for read in node.all_input_nodes:
+                draw(read)
+            values[first[node]] = graph.node_copy(node, draw)
+        return values[first[node]]
+
     module = joint.graph_module
-    values = {n: saved[i] for n, i in numbering.of(module).items() if i in saved}
+    numbers = numbering.of(module)
     outputs = pytree.arg_tree_leaves(*module.graph.output_node().args)
     gradients = outputs[joint.num_forward_outputs :]
-    for node in _needed(module, gradients, values):
-        values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    return fx.GraphModule(module, graph)
+    for node in _needed(module, gradients, numbers, values.keys(), drawn.keys()):
+        number = numbers[node]
+        if number in drawn:
+            draw(drawn[number])
+        else:
+            values[number] = graph.node_copy(node, lambda n: values[numbers[n]])
+    graph.output(tuple(values[numbers[g]] if isinstance(g, fx.Node) else g for g in gradients))
+    return fx.GraphModule({**_attributes(partitioned), **_attributes(module)}, graph)
+
+
+def _attributes(module: fx.GraphModule) -> dict[str, Any]:
+    """What the `get_attr` nodes of a graph read, by name."""
+    reads = {str(n.target) for n in module.graph.find_nodes(op="get_attr")}
+    return {name: getattr(module, name) for name in reads}
 
 
 def _check_same(placeholder: fx.Node, source: fx.Node) -> None:
@@ -131,28 +199,30 @@ def _check_same(placeholder: fx.Node, source: fx.Node) -> None:
 
 
 def _needed(
-    module: fx.GraphModule, gradients: Sequence[Any], values: Mapping[fx.Node, fx.Node]
+    module: fx.GraphModule,
+    gradients: Sequence[Any],
+    numbers: Mapping[fx.Node, int],
+    saved: Collection[int],
+    drawn: Collection[int],
 ) -> list[fx.Node]:
-    """What must be computed for `gradients` besides `values`, in order."""
+    """What must be computed for `gradients` besides what is `saved`, in order."""
     pending = [g for g in gradients if isinstance(g, fx.Node)]
     pending += [n for n in module.graph.nodes if _in_backward(n) and _has_effect(n)]
+    firsts: dict[int, fx.Node] = {}
+    for node in module.graph.nodes:
+        firsts.setdefault(numbers[node], node)
     needed: set[fx.Node] = set()
     while pending:
-        node = pending.pop()
-        if node in values or node in needed:
+        node = firsts[numbers[pending.pop()]]
+        if numbers[node] in saved or node in needed:
             continue
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "placeholder" or (random and not _in_backward(node)):
-            raise BackwardError(f"the forward did not save {node.name}, which the backward reads")
         needed.add(node)
+        if numbers[node] in drawn:
+            continue
+        if node.op == "placeholder" or (_random_call(node) and not _in_backward(node)):
+            raise BackwardError(f"the forward did not save {node.name}, which the backward reads")
         pending += node.all_input_nodes
     return [node for node in module.graph.nodes if node in needed]
-
-
-def _is_unlike_others(node: fx.Node) -> bool:
-    """Whether two such nodes with the same arguments do not compute the same."""
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return random or _has_effect(node)
 
 
 def _in_backward(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from torch import fx
 from ._torch.fake_tensors import fake_mode_of
 from .planning import plan_graph
 from .proving import judge
-from .regions import Placement
+from .regions import Placement, is_region_node
 from .report import Report
 from .state import AutocastState
 from .writing import Writer
@@ -57,7 +57,10 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
     Raises:
         RegionError: the graph's enter and exit nodes do not pair up.
+        ValueError: there are regions, and no node has an example value.
     """
+    if context.ambient.enabled_devices or any(map(is_region_node, graph_module.graph.nodes)):
+        _check_example_values(graph_module)
     report = context.report
     with report.timed("regions"):
         scope = 0 if context.ambient.enabled_devices else None
@@ -71,3 +74,14 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
         for plan in plans:
             Writer(plan, fake_mode, report).write()
     return graph_module
+
+
+def _check_example_values(module: fx.GraphModule) -> None:
+    """Refuse a graph that nothing can be proved about."""
+    known = [n for n in module.graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    if calls and not known:
+        raise ValueError(
+            'graph_module: no node has a tensor in meta["example_value"]; expected the fake value '
+            "of every call under eager autocast, as in the graphs Dynamo gives a backend"
+        )

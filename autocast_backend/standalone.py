@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from .lowering import Context, lower
@@ -47,7 +46,6 @@ def lower_autocast(
     if policies is not None:
         raise ValueError(f"policies: overrides are not built yet; expected None, got {policies!r}")
     copy = copy_graph(graph_module)
-    _check_example_values(copy)
     return lower(copy, Context(ambient=AutocastState.of(ambient)))
 
 
@@ -69,14 +67,3 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             setattr(copy, name, copy_graph(child))
     return copy
-
-
-def _check_example_values(module: fx.GraphModule) -> None:
-    """Refuse a graph that nothing can be proved about."""
-    known = [n for n in module.graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
-    calls = [n for n in module.graph.nodes if n.op == "call_function"]
-    if calls and not known:
-        raise ValueError(
-            'graph_module: no node has a tensor in meta["example_value"]; expected the fake value '
-            "of every call under eager autocast, as in the graphs Dynamo gives a backend"
-        )

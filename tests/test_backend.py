@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autocast_backend import AutocastState
+from autocast_backend.backend import smart_autocast
 from tests.support import BF16, FP16, assert_same_bits, train_step
 
 
@@ -192,6 +193,23 @@ def test_another_ambient_state_is_another_compilation() -> None:
         with torch.autocast(**region):
             dtypes.append(compiled(x).dtype)
     assert dtypes == [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("options", [{}, {"autocast": BF16}], ids=["ambient", "option"])
+def test_a_graph_without_example_values_is_refused_where_autocast_is_on(
+    options: dict[str, Any],
+) -> None:
+    """Nothing can be proved about it, and it must not quietly become float32."""
+
+    def compile_directly() -> Any:
+        graph = torch.fx.symbolic_trace(lambda x: (x @ x,))
+        return smart_autocast(graph, [torch.ones(4, 4)], options={"inner": "aot_eager", **options})
+
+    expected = pytest.raises(ValueError, match="no node has a tensor in meta")
+    with torch.autocast(**BF16, enabled=not options), expected:
+        compile_directly()
+    if not options:
+        assert compile_directly()(torch.ones(4, 4))[0].dtype == torch.float32
 
 
 def test_a_graph_outside_every_region_is_compiled_as_stock_compiles_it() -> None:

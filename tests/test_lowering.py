@@ -353,7 +353,7 @@ def test_lower_autocast_refuses_what_it_cannot_lower() -> None:
     with pytest.raises(TypeError, match="GraphModule"):
         lower_autocast(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="example_value"):
-        lower_autocast(fx.symbolic_trace(lambda x: torch.sin(x)))
+        lower_autocast(fx.symbolic_trace(lambda x: torch.sin(x)), ambient=BF16)
     with pytest.raises(ValueError, match="policies"):
         lower_autocast(fx.GraphModule(nn.Module(), fx.Graph()), policies={})  # type: ignore[arg-type]
     graph = capture(TwoLayers(), torch.randn(4, 8))

@@ -1,0 +1,71 @@
+"""Dropout inside a checkpoint: its mask is drawn again in the backward, from the state of the
+generator that the forward has saved - in a variant, too.
+
+Compared with plain eager mode: the Dynamo graph, run by torch.compile(backend="eager"), draws
+another mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autocast_backend.joint import BackwardError
+from tests.backward.support import STATES, forget_variants, ours, variants
+from tests.support import assert_same_bits
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, twice: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+        self.twice = twice
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = F.dropout(self.a(x.float()).relu(), 0.4)
+            if self.twice:
+                x = x.sin() * F.dropout(x, 0.5) + F.dropout(x, 0.5)
+            return self.b(x).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(checkpoint(self.block, x, use_reentrant=False))
+
+
+def step(forward: str, backward: str, *, compiled: bool, twice: bool = False) -> list[Any]:
+    """The output and the gradients."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Checkpointed(twice=twice)
+    x = torch.randn(8, 16, requires_grad=True)
+    function = torch.compile(model, **ours()) if compiled else model
+    torch.manual_seed(1)
+    with torch.autocast(**STATES[forward]):
+        out = function(x)
+    with torch.autocast(**STATES[backward]):
+        out.float().square().sum().backward()
+    return [out, x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("forward", STATES)
+@pytest.mark.parametrize("backward", STATES)
+def test_the_mask_is_that_of_the_forward(forward: str, backward: str) -> None:
+    forget_variants()
+    actual = step(forward, backward, compiled=True)
+    assert_same_bits(actual, step(forward, backward, compiled=False))
+    assert variants() == (backward != "off")
+
+
+def test_two_draws_that_cannot_be_told_apart_are_refused() -> None:
+    """The same dropout of the same values twice: whose the saved state is, is not known."""
+    assert_same_bits(
+        step("bf16", "off", compiled=True, twice=True),
+        step("bf16", "off", compiled=False, twice=True),
+    )
+    with pytest.raises(BackwardError, match="did not save native_dropout"):
+        step("bf16", "bf16", compiled=True, twice=True)
