@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
     from .ops import (
         autocast_to_bf16,
         autocast_to_fp16,
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AutocastState": "state",
+    "BackwardAutocastError": "ambient",
+    "BackwardAutocastWarning": "ambient",
+    "BackwardError": "ambient",
     "autocast_to_bf16": "ops",
     "autocast_to_fp16": "ops",
     "autocast_to_full_precision": "ops",
@@ -34,6 +38,9 @@ _HOMES = {
 
 __all__ = [
     "AutocastState",
+    "BackwardAutocastError",
+    "BackwardAutocastWarning",
+    "BackwardError",
     "autocast_to_bf16",
     "autocast_to_fp16",
     "autocast_to_full_precision",

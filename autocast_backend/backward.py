@@ -37,34 +37,22 @@ from ._torch.autocast import any_autocast_enabled, disable_autocast
 from ._torch.configs import compile_configs
 from ._torch.dynamo import compile_lock, counters
 from ._torch.fake_tensors import fake_like
-from .guards import ShapeGuards
-from .joint import (
+from .ambient import (
+    BackwardAutocastError,
+    BackwardAutocastWarning,
     BackwardError,
-    Call,
     Key,
-    autocast_can_change,
-    calls_of,
     current_key,
-    differing_ops,
-    extract_backward,
-    for_compiled_autograd,
-    is_plain,
-    keep_in_backward,
     key_name,
 )
+from .captured import for_compiled_autograd
+from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
+from .guards import ShapeGuards
+from .joint import extract_backward, keep_in_backward
 from .standalone import copy_graph
 from .state import AutocastState
 
 log = _logging.log
-
-
-class BackwardAutocastWarning(UserWarning):
-    """A backward ran under another autocast state than `backward_pass_autocast` assumes, and would
-    have been another computation there."""
-
-
-class BackwardAutocastError(BackwardError):
-    """The same, where `on_backward_autocast_mismatch="error"`."""
 
 
 @dataclass(frozen=True, kw_only=True)

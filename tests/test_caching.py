@@ -100,7 +100,8 @@ def test_stock_bypasses_its_cache_for_a_region_in_the_graph(tmp_path: Path) -> N
     """PyTorch #191106: enter and exit nodes are not cacheable on 2.13. If this fails, torch has
     learned to cache them, and the comparison in the docs must change."""
     stock = run(tmp_path, "inductor", in_graph=True)
-    if torch.torch_version.TorchVersion(torch.__version__) < "2.14":
+    version = torch.torch_version.TorchVersion(torch.__version__)
+    if "2.13" <= version < "2.14":  # 2.11 has no such bypass
         assert (stock["hit"], stock["miss"], stock["bypass"]) == (0, 0, 1)
 
 

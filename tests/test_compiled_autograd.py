@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autocast_backend.joint import BackwardError
+from autocast_backend import BackwardError
 from tests.support import BF16, assert_same_bits
 
 CAPTURES_UNDER_AUTOCAST = pytest.mark.skipif(

@@ -11,16 +11,11 @@ from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from autocast_backend import BackwardError
 from autocast_backend._torch.aot import JointGraph, TrainingGraph, training_graphs
 from autocast_backend._torch.autocast import disable_autocast
-from autocast_backend.joint import (
-    BackwardError,
-    autocast_can_change,
-    calls_of,
-    differing_ops,
-    extract_backward,
-    keep_in_backward,
-)
+from autocast_backend.differences import autocast_can_change, calls_of, differing_ops
+from autocast_backend.joint import extract_backward, keep_in_backward
 from tests.support import BF16, assert_same_bits
 
 ATEN = torch.ops.aten

@@ -19,7 +19,7 @@ from torch import fx
 from torch._functorch import config
 from torch.autograd.graph import saved_tensors_hooks
 
-from autocast_backend.joint import BackwardError
+from autocast_backend import BackwardError
 from tests.aot.harness import (
     AOT_EAGER,
     BACKWARDS,

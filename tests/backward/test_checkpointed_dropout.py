@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend.joint import BackwardError
+from autocast_backend import BackwardError
 from tests.backward.support import STATES, forget_variants, ours, variants
 from tests.support import assert_same_bits
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch._functorch.config
 
-from autocast_backend.backward import BackwardAutocastError, BackwardAutocastWarning
+from autocast_backend import BackwardAutocastError, BackwardAutocastWarning
 from tests.backward.support import EAGER, STATES, STOCK, ours
 from tests.support import BF16, FP16
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from autocast_backend.backward import BackwardAutocastError, BackwardAutocastWarning
+from autocast_backend import BackwardAutocastError, BackwardAutocastWarning
 from autocast_backend.options import OptionTypeError, OptionValueError
 from tests.backward.support import EAGER, OFF, STATES, STOCK, Steps, ours, same_bits
 from tests.support import BF16, FP16, assert_same_bits

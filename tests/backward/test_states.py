@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from autocast_backend.backward import BackwardAutocastWarning
+from autocast_backend import BackwardAutocastWarning
 from tests.backward.support import (
     EAGER,
     STATES,
