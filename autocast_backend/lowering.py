@@ -79,7 +79,7 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
 def _check_example_values(module: fx.GraphModule) -> None:
     """Refuse a graph that nothing can be proved about."""
     known = [n for n in module.graph.nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
-    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and not is_region_node(n)]
     if calls and not known:
         raise ValueError(
             'graph_module: no node has a tensor in meta["example_value"]; expected the fake value '
