@@ -19,15 +19,17 @@ class InPlace:
         first_operand: which argument of the op is the body's first input.
         records_grad: whether autograd records inside.
         result: the op's value, from what the body returns.
+        shares: whether the body may be given another operand.
     """
 
     first_operand: int
     records_grad: bool
     result: Callable[[Any], Any]
+    shares: bool = False
 
 
 IN_PLACE = {
-    "tag_activation_checkpoint": InPlace(1, True, lambda returned: returned),
+    "tag_activation_checkpoint": InPlace(1, True, lambda returned: returned, shares=True),
     # (forward body, backward body, *operands). The forward body returns (outputs, saved tensors)
     # and runs as `torch.autograd.Function.forward` does. The backward body is left alone: it runs
     # later, under the state of the backward pass.

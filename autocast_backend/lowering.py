@@ -71,8 +71,11 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     with report.timed("validation"):
         judge(candidates, fake_mode, context.validate, report)
     with report.timed("lowering"):
-        for plan in plans:
-            Writer(plan, fake_mode, report).write()
+        writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
+        for writer in writers.values():
+            writer.write()
+        for writer in writers.values():
+            writer.share_with_bodies(writers)
     return graph_module
 
 

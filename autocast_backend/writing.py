@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import fx
 from . import recipes
 from ._torch.autocast import disable_autocast, enter_autocast, exit_autocast
 from ._torch.fake_tensors import observing
+from .bodies import Bodies
 from .planning import Candidate, Plan
 from .policies import Policy
 from .recipes import Recipe, tensor_arguments
@@ -54,6 +55,55 @@ class Writer:
             self._bracket(run)
         for node in reversed(self.plan.regions):
             self.graph.erase_node(node)
+        self.module.recompile()
+
+    def share_with_bodies(self, writers: Mapping[fx.GraphModule, Writer]) -> None:
+        """Let the bodies of checkpoints read the weight casts of this graph, as eager's cache does:
+        the gradients of all uses then add up in the lower precision.
+
+            y = tag_activation_checkpoint(body, x, w)      y = tag_activation_checkpoint(
+            w_cast = autocast_to_bf16(w)                       body, x, w, w_cast)
+
+        A weight that one body alone reads is cast in there.
+        """
+        bodies = Bodies(self.module)
+        readers: dict[tuple[Any, ...], list[tuple[fx.Node, Writer, fx.Node]]] = {}
+        for node in self.graph.nodes:
+            body = bodies.of(node)
+            if body is None or not body.call.shares:
+                continue
+            writer = writers[body.module]
+            inputs = writer.graph.find_nodes(op="placeholder")
+            operands = dict(zip(inputs, node.args[body.call.first_operand :], strict=True))
+            for (weight, *cast), inside in writer.weight_casts.items():
+                if weight in operands:
+                    key = (operands[weight], *cast)
+                    readers.setdefault(key, []).append((node, writer, inside))
+        for key, found in readers.items():
+            if key in self.weight_casts or len(found) > 1:
+                self._share(key, found)
+
+    def _share(self, key: tuple[Any, ...], readers: list[tuple[fx.Node, Writer, fx.Node]]) -> None:
+        """Give the bodies that these nodes call one cast of a weight as an operand."""
+        first, _, inside = readers[0]
+        outside = self.weight_casts.get(key)
+        if outside is None:
+            with self.graph.inserting_before(first):
+                outside = self.graph.node_copy(inside, lambda _: key[0])
+            self.weight_casts[key] = outside
+            self.report.casts += 1
+        elif not _stands_before(outside, first):
+            first.prepend(outside)
+        for node, writer, inside in readers:
+            last = writer.graph.find_nodes(op="placeholder")[-1]
+            with writer.graph.inserting_after(last):
+                operand = writer.graph.placeholder(inside.name)
+            operand.meta = dict(inside.meta)
+            inside.replace_all_uses_with(operand)
+            writer.graph.erase_node(inside)
+            node.args = (*node.args, outside)
+            self.report.casts -= 1
+            writer.module.recompile()
         self.module.recompile()
 
     def _rewrite(self, c: Candidate, recipe: Recipe) -> None:
@@ -107,6 +157,10 @@ class Writer:
         for enter in reversed(entered):
             with self.graph.inserting_after(at):
                 at = self.graph.call_function(exit_autocast, (enter,))
+
+
+def _stands_before(node: fx.Node, other: fx.Node) -> bool:
+    return next(n for n in node.graph.nodes if n in (node, other)) is node
 
 
 def _runs(refused: list[Candidate]) -> Iterator[list[Candidate]]:

@@ -359,3 +359,44 @@ def test_close_with_inductor(name: str) -> None:
             assert a.dtype == e.dtype, what
             # Two roundings to bfloat16 (2^-8 each) that eager makes and a fused kernel does not.
             torch.testing.assert_close(a, e, rtol=2**-6, atol=2**-6)
+
+
+def a_checkpoint_and_more(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = checkpoint(lambda x, w: (x @ w).sin(), x, w, use_reentrant=False)
+    return y.sin() + x.cos() @ w
+
+
+def two_checkpoints(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = checkpoint(lambda x, w: (x @ w).sin(), x, w, use_reentrant=False)
+    return y * checkpoint(lambda x, w: (x @ w).cos(), x, w, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("function", "casts"), [(a_checkpoint_and_more, 3), (two_checkpoints, 2)])
+@pytest.mark.parametrize("region", [False, True], ids=["ambient", "region"])
+def test_a_weight_that_checkpoints_share(function: Any, casts: int, region: bool) -> None:
+    """Eager's cache has one cast of each leaf for all of them. Compared with plain eager mode: for
+    two checkpoints the oracle raises, because it computes the second one again without the cached
+    cast."""
+
+    def inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return function(x, w)
+
+    def gradients(**compile_arguments: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        called = inside if region else function
+        if compile_arguments:
+            called = torch.compile(called, **compile_arguments)
+        with torch.autocast(**BF16, enabled=not region):
+            out = called(x, w)
+        return torch.autograd.grad(out.float().square().sum(), (x, w))
+
+    counted = torch._dynamo.utils.counters["smart_autocast"]
+    counted.clear()
+    ours = gradients(backend="smart_autocast", options={"inner": "aot_eager"})
+    assert counted["casts"] == casts
+    assert_same_bits(ours, gradients())
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same_bits(gradients(backend="aot_eager"), gradients())
