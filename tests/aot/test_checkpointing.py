@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autocast_backend import AutocastState
 from tests.aot.harness import (
     AOT_EAGER,
     BACKWARDS,
@@ -121,6 +123,19 @@ def test_random_numbers_are_the_same_when_they_are_computed_again(way: str) -> N
     assert_same_bits(gradients(compiled=True), gradients(compiled=False))
 
 
+@pytest.fixture
+def nesting_restored() -> Iterator[None]:
+    """A checkpoint stops computing its body again by an exception. The graph the oracle runs then
+    misses its `_exit_autocast`, and autocast's weight cache would never be cleared again."""
+    before = AutocastState.current()
+    yield
+    before.restore()
+    for _ in range(torch.autocast_increment_nesting()):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+
+
+@pytest.mark.usefixtures("nesting_restored")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not_reentrant", "reentrant"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_block_inside_a_checkpoint(way: str, reentrant: bool) -> None:
