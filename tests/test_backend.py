@@ -205,7 +205,7 @@ def test_a_graph_without_example_values_is_refused_where_autocast_is_on(
         graph = torch.fx.symbolic_trace(lambda x: (x @ x,))
         return smart_autocast(graph, [torch.ones(4, 4)], options={"inner": "aot_eager", **options})
 
-    expected = pytest.raises(ValueError, match="no node has a tensor in meta")
+    expected = pytest.raises(ValueError, match="no node has meta")
     with torch.autocast(**BF16, enabled=not options), expected:
         compile_directly()
     if not options:
