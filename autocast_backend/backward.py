@@ -210,7 +210,6 @@ class Backward:
         """The code of the backward under `key`: the first code, where that computes the same."""
         if key in self._variants:
             return self._variants[key]
-        guards = ShapeGuards(self._region.inputs)
         if self._alike((), key):
             return self._off
         line = self._region.line
@@ -226,7 +225,7 @@ class Backward:
             inputs = self._placeholders(graph, args)
             code = _boxed(compile_backward(graph, inputs))
         what = f"the backward of {line} under {key_name(key)}"
-        self._variants[key] = guards.around(code, graph, what)
+        self._variants[key] = self._guards.around(code, graph, what)
         return self._variants[key]
 
     def _alike(self, one: Key, other: Key) -> bool:
@@ -236,6 +235,8 @@ class Backward:
     def _traced(self, key: Key) -> list[Call]:
         """The calls of the joint graph under `key`, traced once. Forwards are the same, so two such
         lists differ where the backwards do."""
+        if not self._joints:
+            self._guards = ShapeGuards(self._region.inputs)  # every variant hangs on every trace
         if key not in self._joints:
             self._joints[key] = self._region.trace(key)
             self._calls[key] = calls_of(self._joints[key].graph_module)

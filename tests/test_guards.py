@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autocast_backend.guards import ShapeGuards
+from tests.support import BF16
 
 
 def dynamic_graph() -> tuple[fx.GraphModule, torch.Tensor]:
@@ -52,3 +55,33 @@ def test_an_assumption_made_meanwhile_is_checked_at_every_call(specialise: bool)
 def test_static_inputs_need_no_check() -> None:
     module, _ = dynamic_graph()
     assert ShapeGuards([torch.empty(2)]).around(run, module, "it") is run
+
+
+@pytest.mark.filterwarnings("ignore::autocast_backend.BackwardAutocastWarning")
+def test_what_a_comparison_has_assumed_holds_for_the_variant_compiled_after_it() -> None:
+    """A pinned backward is traced to be compared with what it meets, and compiled later."""
+    again = False
+
+    def softmax_backward(g: torch.Tensor, y: torch.Tensor, dim: int, _: torch.dtype) -> Any:
+        if again:
+            assert g.shape[0] > 5
+        return g * y - y * (g * y).sum(dim, keepdim=True)
+
+    inner = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        decompositions={torch.ops.aten._softmax_backward_data.default: softmax_backward},
+    )
+    options = {"inner": inner, "backward_pass_autocast": BF16}
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w: torch.softmax(x @ w, -1),
+        backend="smart_autocast",
+        options=options,
+        dynamic=True,
+    )
+    w = torch.randn(8, 8, requires_grad=True)
+    large, small = (compiled(torch.randn(n, 8), w).sum() for n in (7, 4))
+    again = True
+    large.backward()
+    with pytest.raises(RuntimeError, match="was compiled for"):
+        small.backward()
