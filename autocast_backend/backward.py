@@ -282,6 +282,12 @@ class Backward:
                 key = self._assumed
             if not self._alike((), key):
                 backward = self._graph(key)
+                if assumed := self._guards.conditions():
+                    raise BackwardError(
+                        f"the backward of {self._region.line} under {key_name(key)} assumes "
+                        f"{assumed[0]}, which compiled autograd does not check. Compile with "
+                        "dynamic=False, or call backward() without compiled autograd"
+                    )
         return for_compiled_autograd(backward, self._region.line, device_types, found)
 
 

@@ -23,6 +23,11 @@ class ShapeGuards:
         self._shape_env = None if mode is None else mode.shape_env
         self._known = 0 if self._shape_env is None else len(self._shape_env.guards)
 
+    def conditions(self) -> list[Any]:
+        """What has been assumed since, as sympy relations."""
+        assumed = [] if self._shape_env is None else self._shape_env.guards[self._known :]
+        return [guard.expr for guard in assumed]
+
     def around(
         self, code: Callable[[list[Any]], Any], graph: fx.GraphModule, what: str
     ) -> Callable[[list[Any]], Any]:
@@ -33,8 +38,7 @@ class ShapeGuards:
             graph: its placeholders hold the symbolic sizes.
             what: names the code in the error.
         """
-        assumed = [] if self._shape_env is None else self._shape_env.guards[self._known :]
-        conditions = [guard.expr for guard in assumed]
+        conditions = self.conditions()
         if not conditions:
             return code
         nodes = graph.graph.find_nodes(op="placeholder")

@@ -206,10 +206,12 @@ def _has_effect(node: fx.Node) -> bool:
 def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None:
     """Have the partitioner compute in the backward what another state would change in it.
 
-    p = primals_1 * 2
-    -- backward --
-    m = mm(p, p)               needs no tangent: a partitioner may compute it in the forward
-    gx = mm(tangents_1, m)     and save m - float32, where a variant needs m in bfloat16
+        p = primals_1 * 2
+        -- backward --
+        m = mm(p, p)               needs no tangent: a partitioner may compute it in the forward
+        gx = mm(tangents_1, m)     and save m - float32, where a variant needs m in bfloat16
+
+    What depends on a tangent is there anyway.
     """
     for node in joint.graph.nodes:
         if node.meta.get("partitioner_tag") == "is_backward" and autocast_acts_on(
