@@ -47,9 +47,9 @@ from .ambient import (
 )
 from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
+from .graphs import copy_graph
 from .guards import ShapeGuards
 from .joint import extract_backward, keep_in_backward
-from .standalone import copy_graph
 from .state import AutocastState
 
 log = _logging.log

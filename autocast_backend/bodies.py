@@ -13,19 +13,26 @@ from torch import fx
 
 @dataclass(frozen=True)
 class InPlace:
-    """How a higher-order op calls its body, which is its first argument.
+    """How a higher-order op calls its body.
 
     Attributes:
         first_operand: which argument of the op is the body's first input.
-        records_grad: whether autograd records inside.
+        records_grad: whether autograd records inside, if it does around; None: whatever is around,
+            the op's first argument decides.
         result: the op's value, from what the body returns.
         shares: whether the body may be given another operand.
+        body: which argument of the op is the body.
     """
 
     first_operand: int
-    records_grad: bool
+    records_grad: bool | None
     result: Callable[[Any], Any]
     shares: bool = False
+    body: int = 0
+
+    def grad_mode(self, node: fx.Node, around: bool) -> bool:
+        """Whether autograd records in the body that `node` calls."""
+        return bool(node.args[0]) if self.records_grad is None else around and self.records_grad
 
 
 IN_PLACE = {
@@ -34,6 +41,8 @@ IN_PLACE = {
     # and runs as `torch.autograd.Function.forward` does. The backward body is left alone: it runs
     # later, under the state of the backward pass.
     "autograd_function_apply": InPlace(2, False, lambda returned: returned[0]),
+    # (grad mode, body, *operands): how `torch.export` writes `torch.no_grad()`.
+    "wrap_with_set_grad_enabled": InPlace(2, None, lambda returned: returned, body=1),
 }
 
 
@@ -58,7 +67,7 @@ class Bodies:
         call = IN_PLACE.get(str(node.target)) if node.op == "call_function" else None
         if call is None:
             return None
-        attribute = node.args[0]
+        attribute = node.args[call.body]
         if not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
             return None
         if self._readers[attribute.target] > 1 or len(attribute.users) > 1:

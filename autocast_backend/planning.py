@@ -74,7 +74,7 @@ def plan_graph(module: fx.GraphModule, outside: Placement, grad: bool) -> Iterat
         candidate = Candidate(node, position, placements[node], grad)
         if is_higher_order_op(node.target):
             if (body := bodies.of(node)) is not None:
-                inner.append((body.module, placements[node], grad and body.call.records_grad))
+                inner.append((body.module, placements[node], body.call.grad_mode(node, grad)))
                 continue
             candidate.refused = f"the higher-order op {node.target} is not lowered yet"
         elif node.op == "call_module":

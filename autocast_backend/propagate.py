@@ -27,7 +27,9 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
         with observing(fake_mode):
             # A call may write to its inputs; leaves that require grad are safe from that.
             copies = [_copy(value) for value in inputs]
-            _run_graph(graph_module, copies, Placement(context.ambient, None))
+            _run_graph(
+                graph_module, copies, Placement(context.ambient, None), torch.is_grad_enabled()
+            )
     return graph_module
 
 
@@ -37,7 +39,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _run_graph(module: fx.GraphModule, inputs: list[Any], outside: Placement) -> Any:
+def _run_graph(module: fx.GraphModule, inputs: list[Any], outside: Placement, grad: bool) -> Any:
     placements = find_regions(module.graph, outside)
     bodies = Bodies(module)
     values: dict[fx.Node, Any] = {}
@@ -55,9 +57,13 @@ def _run_graph(module: fx.GraphModule, inputs: list[Any], outside: Placement) ->
             values[node] = None
         elif (body := bodies.of(node)) is not None:
             operands = list(args[body.call.first_operand :])
-            values[node] = body.call.result(_run_graph(body.module, operands, placements[node]))
+            # What an autograd function gives requires grad, though its forward records nothing.
+            records = bool(node.args[0]) if body.call.records_grad is None else grad
+            values[node] = body.call.result(
+                _run_graph(body.module, operands, placements[node], records)
+            )
         else:
-            with placements[node].state.applied():
+            with placements[node].state.applied(), torch.set_grad_enabled(grad):
                 values[node] = recipes.run(node.target, args, kwargs)
         # Symbols stay Dynamo's own: running `item()` again would make new ones.
         if isinstance(values[node], (torch.SymInt, torch.SymFloat, torch.SymBool)):

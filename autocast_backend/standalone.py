@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from .graphs import copy_graph
 from .lowering import Context, lower
 from .state import AutocastState
 
@@ -47,23 +48,3 @@ def lower_autocast(
         raise ValueError(f"policies: overrides are not built yet; expected None, got {policies!r}")
     copy = copy_graph(graph_module)
     return lower(copy, Context(ambient=AutocastState.of(ambient)))
-
-
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy with nodes of its own, bodies of higher-order ops included, that shares parameters and
-    metadata values.
-
-    (`copy.deepcopy` would clone the fake mode, and with it every example value.)
-    """
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
-        if hasattr(node, "_dynamo_source"):  # torch keeps it outside of meta
-            values[node]._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(module, graph)
-    copy.meta.update(module.meta)
-    for name, child in module.named_children():
-        if isinstance(child, fx.GraphModule):
-            setattr(copy, name, copy_graph(child))
-    return copy

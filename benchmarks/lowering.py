@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from autocast_backend import verdicts
+from autocast_backend.graphs import copy_graph
 from autocast_backend.lowering import Context, lower
-from autocast_backend.standalone import copy_graph
 from autocast_backend.state import AutocastState
 from benchmarks.harness import Row, compare, interleave
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable
 
 import torch
+from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 
@@ -17,6 +18,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "has_autocast_kernel",
+    "wrap_with_autocast",
 ]
 
 

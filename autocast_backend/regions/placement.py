@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ._torch.autocast import enter_autocast, exit_autocast
-from .state import AutocastState
+from .._torch.autocast import enter_autocast, exit_autocast
+from ..state import AutocastState
 
 
 class RegionError(RuntimeError):
@@ -71,12 +71,12 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
             if not opened or opened[-1][0] is not node.args[0]:
                 expected = opened[-1][0].name if opened else "no open region"
                 raise RegionError(
-                    f"{_where(node)} closes {node.args[0]}; expected it to close {expected}: "
+                    f"{where(node)} closes {node.args[0]}; expected it to close {expected}: "
                     "autocast regions must nest"
                 )
             here = opened.pop()[1]
     if opened:
-        raise RegionError(f"{_where(opened[-1][0])} opens a region that the graph never closes")
+        raise RegionError(f"{where(opened[-1][0])} opens a region that the graph never closes")
     return placements
 
 
@@ -86,6 +86,17 @@ def source_line(node: fx.Node) -> str:
     return next((t.strip() for t in reversed(trace) if t.strip().startswith("File ")), "")
 
 
-def _where(node: fx.Node) -> str:
-    line = source_line(node)
-    return f"node {node.name}" + (f" ({line})" if line else "")
+def where(node: fx.Node) -> str:
+    """A node's name and the line of the user's code it comes from, for errors.
+
+    `torch.export` gives enter and exit nodes no line; the nearest call that has one is named
+    instead.
+    """
+    if line := source_line(node):
+        return f"node {node.name} ({line})"
+    nodes = list(node.graph.nodes)
+    at = nodes.index(node)
+    for near in (*nodes[at + 1 :], *reversed(nodes[:at])):
+        if line := source_line(near):
+            return f"node {node.name} (near {near.name}, {line})"
+    return f"node {node.name}"

@@ -1,0 +1,58 @@
+"""FX graphs: copies, attributes, names."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy with nodes of its own, bodies of higher-order ops included, that shares parameters and
+    metadata values.
+
+    (`copy.deepcopy` would clone the fake mode, and with it every example value.)
+    """
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if hasattr(node, "_dynamo_source"):  # torch keeps it outside of meta
+            values[node]._dynamo_source = node._dynamo_source
+    graph.set_codegen(module.graph._codegen)  # how the module is called: export's takes a pytree
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)
+    for name, child in module.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copy, name, copy_graph(child))
+    return copy
+
+
+def get_attribute(module: torch.nn.Module, path: str) -> Any:
+    """What a `get_attr` node of this target fetches."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def free_name(module: torch.nn.Module, wanted: str) -> str:
+    """`wanted` with the first number that makes it a new attribute of `module`."""
+    names = (f"{wanted}_{i}" for i in itertools.count())
+    return next(name for name in names if not hasattr(module, name))
+
+
+def drop_unused_bodies(module: fx.GraphModule) -> None:
+    """Drop the graphs among the children that no node calls any more, and what fetched them.
+
+    (`delete_all_unused_submodules` would drop the children of bodies as well.)
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        if not node.users and isinstance(get_attribute(module, str(node.target)), fx.GraphModule):
+            module.graph.erase_node(node)
+    used = {str(n.target).partition(".")[0] for n in module.graph.nodes}
+    for name, child in list(module.named_children()):
+        if isinstance(child, fx.GraphModule) and name not in used:
+            delattr(module, name)

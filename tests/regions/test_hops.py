@@ -1,0 +1,355 @@
+"""The region pass and its inverse: the higher-order ops they write, and that nothing else changes.
+
+Torch's own pass, which `torch.export` runs, is the reference where it works; where it does not, a
+test reproduces what it does.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
+from torch._export.verifier import SpecViolationError
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autocast_backend import AutocastState
+from autocast_backend._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
+from autocast_backend.regions import RegionError, hops_to_regions, regions_to_hops
+from tests.support import assert_same_bits
+
+BF16, FP16 = torch.bfloat16, torch.float16
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def autocast(dtype: torch.dtype = BF16, enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+
+
+class Model(nn.Module):
+    """A layer, a buffer, and a function as `forward`."""
+
+    def __init__(self, function: Callable[[Model, torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def export(function: Callable[[Model, torch.Tensor], Any]) -> ExportedProgram:
+    return torch.export.export(Model(function), (X,))
+
+
+def one(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        y = m.layer(x)
+    return y + 1
+
+
+def nested(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        y = m.layer(x)
+        with autocast(enabled=False):
+            z = m.layer(y.float())
+            with autocast(FP16):
+                w = m.layer(z)
+        v = m.layer(w)
+    return y, z, w, v
+
+
+def adjacent(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        y = m.layer(x)
+    with autocast(FP16):
+        z = m.layer(y)
+    return m.layer(z.float())
+
+
+def taken_apart_later(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        parts = m.layer(x).split(4, 1)
+    return parts[1] + 1
+
+
+def only_a_side_effect(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        m.seen.add_(m.layer(x).detach().sum(0))
+    return x + 1
+
+
+def without_grad(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        with torch.no_grad():
+            y = m.layer(x)
+        z = m.layer(y)
+    with torch.no_grad(), autocast(FP16):
+        return y, z, m.layer(x)
+
+
+def in_a_branch(m: Model, x: torch.Tensor) -> Any:
+    def with_region(t: torch.Tensor) -> torch.Tensor:
+        with autocast(FP16):
+            return m.layer(t)
+
+    return torch.cond(x.sum() > 0, with_region, lambda t: m.layer(t).half(), (x,))
+
+
+def around_a_branch(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        return torch.cond(x.sum() > 0, m.layer, lambda t: m.layer(t).sin(), (x,))
+
+
+def empty(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        pass
+    with autocast():
+        return m.layer(x)
+
+
+def no_change(m: Model, x: torch.Tensor) -> Any:
+    with autocast():
+        with autocast():
+            y = m.layer(x)
+        with autocast(FP16):
+            return m.layer(y)
+
+
+PROGRAMS = [
+    one,
+    nested,
+    adjacent,
+    taken_apart_later,
+    only_a_side_effect,
+    without_grad,
+    in_a_branch,
+    around_a_branch,
+    empty,
+    no_change,
+]
+
+
+def calls(module: fx.GraphModule, target: Any) -> list[fx.Node]:
+    """All calls of a target, bodies included."""
+    graphs = (m.graph for m in module.modules() if isinstance(m, fx.GraphModule))
+    return [n for graph in graphs for n in graph.nodes if n.target is target]
+
+
+def save_and_load(program: ExportedProgram) -> ExportedProgram:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+REGION = (enter_autocast, exit_autocast)
+
+
+def is_call(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def run(program: ExportedProgram) -> Any:
+    module = program.module()
+    for buffer in module.buffers():  # which all modules of a program share
+        buffer.zero_()
+    return module(X), dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("function", PROGRAMS, ids=lambda f: f.__name__)
+def test_there_and_back_gives_the_same_program(function: Callable[..., Any]) -> None:
+    program = export(function)
+    expected = run(program)
+    flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
+    flat.graph.lint()
+    assert calls(flat, wrap_with_autocast) == []
+    assert len(calls(flat, enter_autocast)) == len(calls(flat, exit_autocast)) > 0
+    back, signature = regions_to_hops(flat, signature)
+    assert calls(back, enter_autocast) == calls(back, exit_autocast) == []
+    assert calls(back, wrap_with_autocast)
+
+    again = program._update(back, signature)
+    assert_same_bits(run(again), expected)
+    assert str(again.graph_signature) == str(program.graph_signature)
+    assert_same_bits(run(save_and_load(again)), expected)
+
+
+@pytest.mark.parametrize("function", [one, nested, adjacent, in_a_branch])
+def test_where_torchs_own_pass_works_it_gives_the_same(function: Callable[..., Any]) -> None:
+    """The same calls with the same arguments, and the same results."""
+    program = export(function)
+    flat, _ = hops_to_regions(program.graph_module, program.graph_signature)
+    ours, _ = regions_to_hops(flat)
+    theirs, _ = replace_autocast_with_hop_pass(flat, None)
+    arguments = [
+        sorted(str(n.args[:4]) for n in calls(m, wrap_with_autocast)) for m in (ours, theirs)
+    ]
+    assert arguments[0] == arguments[1] != []
+    inputs = [*program.state_dict.values(), X]
+    assert_same_bits(ours(*inputs), theirs(*inputs))
+
+
+def test_names_stay() -> None:
+    """What a region gives is called as before, and as the signature says."""
+    program = export(one)
+    flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
+    inside, add = (n.name for n in flat.graph.nodes if n.target not in REGION and is_call(n))
+    hops, after = regions_to_hops(flat, signature)
+    results = [n.name for n in hops.graph.nodes if is_call(n)]
+    assert results == ["wrap_with_autocast", inside, add]
+    (output,) = hops.graph.find_nodes(op="output")
+    assert [spec.arg.name for spec in after.output_specs] == [n.name for n in output.args[0]]
+
+
+def test_the_given_signature_is_left_alone() -> None:
+    def function(m: Model, x: torch.Tensor) -> Any:
+        with autocast():
+            return m.layer(x)
+
+    program = export(function)
+    flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
+    before = str(signature)
+    regions_to_hops(flat, signature)
+    assert str(signature) == before
+    replace_autocast_with_hop_pass(flat, signature)
+    assert str(signature) != before  # torch's pass renames the outputs of what it was given
+
+
+def test_a_region_around_a_branch_is_kept_raw_by_torch() -> None:
+    """The region pass of `torch.export` leaves the enter and exit nodes: the program cannot be
+    saved. Ours makes the call."""
+    program = export(around_a_branch)
+    assert calls(program.graph_module, enter_autocast)
+    with pytest.raises(AssertionError, match="_enter_autocast"):
+        torch.export.save(program, io.BytesIO())
+    hops, _ = regions_to_hops(program.graph_module)
+    assert len(calls(hops, wrap_with_autocast)) == 1
+
+
+def test_an_empty_region_disappears() -> None:
+    program = export(empty)
+    assert len(calls(program.graph_module, wrap_with_autocast)) == 2  # torch's pass keeps it
+    with pytest.raises(SpecViolationError, match="missing val"):
+        save_and_load(program)
+    flat, _ = hops_to_regions(program.graph_module)
+    assert len(calls(regions_to_hops(flat)[0], wrap_with_autocast)) == 1
+
+
+def test_a_region_with_nothing_but_a_side_effect_can_be_saved() -> None:
+    """Torch's pass makes a call without a value, which cannot be loaded again."""
+    program = export(only_a_side_effect)
+    with pytest.raises(SpecViolationError, match="missing val"):
+        save_and_load(program)
+    flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
+    ours = program._update(*regions_to_hops(flat, signature))
+    assert_same_bits(run(save_and_load(ours)), run(program))
+
+
+def test_no_grad_inside_a_region_stays() -> None:
+    """Torch's passes lose it: what comes out of it requires grad in the exported program."""
+
+    def function(m: Model, x: torch.Tensor) -> Any:
+        with autocast():
+            with torch.no_grad():
+                y = m.layer(x)
+            return y, m.layer(y)
+
+    assert [t.requires_grad for t in Model(function)(X)] == [False, True]
+    assert [t.requires_grad for t in export(function).module()(X)] == [True, True]
+
+    layer = nn.Linear(8, 8)
+
+    def traced(x: torch.Tensor, w: torch.Tensor) -> Any:
+        with autocast():
+            with torch.no_grad():
+                y = nn.functional.linear(x, w)
+            return y, nn.functional.linear(y, w)
+
+    graph = make_fx(traced, pre_dispatch=True)(X, layer.weight)
+    hops, _ = regions_to_hops(graph)
+    assert len(calls(hops, wrap_with_autocast)) == 1
+    assert [t.requires_grad for t in hops(X, layer.weight)] == [False, True]
+
+
+def test_a_region_that_changes_nothing_disappears() -> None:
+    program = export(no_change)
+    assert len(calls(program.graph_module, wrap_with_autocast)) == 3  # torch's pass: one too many
+    flat, _ = hops_to_regions(program.graph_module)
+    hops, _ = regions_to_hops(flat)
+    assert [n.args[1] for n in calls(hops, wrap_with_autocast)] == [BF16, FP16]
+    # The outermost one changes nothing either, where all of it runs under such a state.
+    around = AutocastState.of({"device_type": "cpu", "dtype": BF16, "cache_enabled": False})
+    hops, _ = regions_to_hops(flat, outside=around)
+    assert [n.args[1] for n in calls(hops, wrap_with_autocast)] == [FP16]
+
+
+def graph_with(build: Callable[[fx.Graph, fx.Node], None]) -> fx.GraphModule:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    build(graph, x)
+    graph.output(x)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def unclosed(graph: fx.Graph, x: fx.Node) -> None:
+    graph.call_function(enter_autocast, ("cpu", BF16))
+    graph.call_function(torch.sin, (x,)).stack_trace = '  File "model.py", line 7, in forward\n'
+
+
+def unopened(graph: fx.Graph, x: fx.Node) -> None:
+    graph.call_function(torch.sin, (x,)).stack_trace = '  File "model.py", line 7, in forward\n'
+    graph.call_function(exit_autocast, (x,))
+
+
+def crossing(graph: fx.Graph, x: fx.Node) -> None:
+    first = graph.call_function(enter_autocast, ("cpu", BF16))
+    second = graph.call_function(enter_autocast, ("cpu", FP16))
+    graph.call_function(torch.sin, (x,)).stack_trace = '  File "model.py", line 7, in forward\n'
+    graph.call_function(exit_autocast, (first,))
+    graph.call_function(exit_autocast, (second,))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (unclosed, r"node _enter_autocast \(near sin, .*line 7.*never closes"),
+        (unopened, r"node _exit_autocast \(near sin, .*line 7.*no open region"),
+        (crossing, r"node _exit_autocast \(near sin, .*line 7.*must nest"),
+    ],
+)
+def test_malformed_regions_are_refused(build: Any, words: str) -> None:
+    graph_module = graph_with(build)
+    before = str(graph_module.graph)
+    with pytest.raises(RegionError, match=words):
+        regions_to_hops(graph_module)
+    assert str(graph_module.graph) == before
+
+
+def without_body(graph: fx.Graph, x: fx.Node) -> None:
+    graph.call_function(wrap_with_autocast, ("cpu", BF16, True, None))
+
+
+def body_is_a_value(graph: fx.Graph, x: fx.Node) -> None:
+    graph.call_function(wrap_with_autocast, ("cpu", BF16, True, None, x, x))
+
+
+@pytest.mark.parametrize("build", [without_body, body_is_a_value])
+def test_malformed_calls_are_refused(build: Any) -> None:
+    with pytest.raises(RegionError, match=r"node wrap_with_autocast.*expected.*with a body from"):
+        hops_to_regions(graph_with(build))
+
+
+def test_an_operand_too_few_is_refused() -> None:
+    program = export(one)
+    (call,) = calls(program.graph_module, wrap_with_autocast)
+    call.args = call.args[:-1]
+    with pytest.raises(RegionError, match=r"one operand for each of the body's 3 inputs; got 2"):
+        hops_to_regions(program.graph_module)
