@@ -19,11 +19,11 @@ from ._torch.configs import backward_traced_off
 from ._torch.dynamo import counters, lookup_backend, timed
 from ._torch.fake_tensors import fake_inputs
 from .backward import Assumption, Region
-from .graphs import copy_graph
 from .lowering import Context, lower
 from .options import Options, parse_options
 from .propagate import propagate
 from .regions import source_line
+from .standalone import copy_graph
 from .state import AutocastState
 
 log = _logging.log

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from .graphs import copy_graph
+from .graphs import copy_graph as copy_graph
 from .lowering import Context, lower
 from .state import AutocastState
 
