@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         autocast_to_fp16,
         autocast_to_full_precision,
         autocast_to_reduced_precision,
+        multi_cast,
         promote,
     )
     from .standalone import lower_autocast
@@ -33,6 +34,7 @@ _HOMES = {
     "autocast_to_full_precision": "ops",
     "autocast_to_reduced_precision": "ops",
     "lower_autocast": "standalone",
+    "multi_cast": "ops",
     "promote": "ops",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "autocast_to_full_precision",
     "autocast_to_reduced_precision",
     "lower_autocast",
+    "multi_cast",
     "promote",
 ]
 

@@ -5,6 +5,8 @@
 // uses nothing of torch.
 #undef TORCH_TARGET_VERSION
 
+#include "ops/cpu/capability.h"
+
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -19,19 +21,16 @@ std::string compiler() {
 #endif
 }
 
-// The widest instruction set of this CPU that the kernels know, in ATen's spelling. Kernels choose
-// by this at run time; nothing in this library is compiled for more than the baseline.
+// In ATen's spelling.
 std::string cpu_capability() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return "AVX512";
+  switch (smart_autocast::cpu_capability()) {
+    case smart_autocast::Capability::kAvx512:
+      return "AVX512";
+    case smart_autocast::Capability::kAvx2:
+      return "AVX2";
+    case smart_autocast::Capability::kDefault:
+      break;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return "AVX2";
-  }
-#endif
   return "DEFAULT";
 }
 
@@ -51,5 +50,6 @@ PYBIND11_MODULE(_C, m) {
         "What this library was built with: torch, python, compiler, cuda_architectures (each a "
         "str; the last is 'none' where the CUDA library was not built).");
   m.def("cpu_capability", &cpu_capability,
-        "The instruction set of this CPU that kernels use: 'AVX512', 'AVX2' or 'DEFAULT'.");
+        "The instruction set that the CPU kernels use: 'AVX512', 'AVX2' or 'DEFAULT', the widest "
+        "that this CPU has and ATEN_CPU_CAPABILITY allows.");
 }

@@ -6,7 +6,7 @@ The functions here are the public ones; ``torch.ops.smart_autocast`` has all ops
 from __future__ import annotations
 
 from .. import _native
-from . import cast, reference, schemas
+from . import _multi_cast, cast, reference, schemas
 
 KERNEL_TIER = _native.load()
 """The kernels in use, an ``autocast_backend._native.KernelTier``."""
@@ -16,8 +16,10 @@ if KERNEL_TIER.name == "native":
 else:
     _library = reference.register()
 cast.register()
+_multi_cast.register()
 
 # After the ops exist: these functions look them up when they are imported.
+from .casts import multi_cast  # noqa: E402
 from .smart_casts import (  # noqa: E402
     autocast_to_bf16,
     autocast_to_fp16,
@@ -32,5 +34,6 @@ __all__ = [
     "autocast_to_fp16",
     "autocast_to_full_precision",
     "autocast_to_reduced_precision",
+    "multi_cast",
     "promote",
 ]

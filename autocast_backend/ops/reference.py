@@ -119,24 +119,106 @@ def cast(self: Tensor, dtype: torch.dtype) -> Tensor:
     return self.to(dtype, copy=True)
 
 
+def check_multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise _fail(
+            "multi_cast",
+            f"argument 'dtype' must be a floating dtype, such as torch.bfloat16, got {dtype}",
+        )
+    for tensor in tensors:
+        _check_supported("multi_cast", "tensors", tensor)
+        if tensor.device != tensors[0].device:
+            raise _fail(
+                "multi_cast",
+                "argument 'tensors' must hold tensors on one device, got tensors on two; call it "
+                "once for each device",
+            )
+
+
+def check_multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, out: list[Tensor]) -> None:
+    """All that can be said without looking at memory, as for fake tensors."""
+    check_multi_cast(tensors, dtype)
+    if len(out) != len(tensors):
+        raise _fail(
+            "multi_cast",
+            f"argument 'out' must hold as many tensors as 'tensors', {len(tensors)}, got "
+            f"{len(out)}",
+        )
+    for i, (tensor, result) in enumerate(zip(tensors, out, strict=True)):
+        name = f"argument 'out[{i}]' must"
+        if result.dtype != dtype:
+            raise _fail(
+                "multi_cast", f"{name} have the dtype asked for, {dtype}, got {result.dtype}"
+            )
+        if result.shape != tensor.shape:
+            raise _fail(
+                "multi_cast",
+                f"{name} have the shape of 'tensors[{i}]'; make it with "
+                "torch.empty_like(tensor, dtype=dtype)",
+            )
+        if result.device != tensor.device:
+            raise _fail("multi_cast", f"{name} be on the device of 'tensors'")
+        if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
+            raise _fail(
+                "multi_cast",
+                f"{name} have memory of its own for every element, got an expanded one",
+            )
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _check_no_overlap(tensors: list[Tensor], out: list[Tensor]) -> None:
+    ranges = [(*_byte_range(tensor), False) for tensor in tensors if tensor.numel() > 0]
+    ranges += [(*_byte_range(tensor), True) for tensor in out if tensor.numel() > 0]
+    read_until = written_until = 0
+    for begin, end, written in sorted(ranges):
+        if begin < written_until or (written and begin < read_until):
+            raise _fail(
+                "multi_cast",
+                "argument 'out' must not overlap with 'tensors' or in itself, first byte to last; "
+                "pass tensors made with torch.empty_like(tensor, dtype=dtype)",
+            )
+        if written:
+            written_until = max(written_until, end)
+        else:
+            read_until = max(read_until, end)
+
+
+def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    check_multi_cast(tensors, dtype)
+    return [tensor.to(dtype, copy=True) for tensor in tensors]
+
+
+def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
+    check_multi_cast_out(tensors, dtype, out)
+    _check_no_overlap(tensors, out)
+    for tensor, result in zip(tensors, out, strict=True):
+        result.copy_(tensor)
+
+
 # FuncTorchBatchedDecomposition is vmap's key: without it vmap refuses every schema with an alias.
 _COMPOSITE = ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition")
-_KERNELS: dict[Callable[..., Any], tuple[str, ...]] = {
-    autocast_to_fp16: _COMPOSITE,
-    autocast_to_bf16: _COMPOSITE,
-    autocast_to_reduced_precision: _COMPOSITE,
-    autocast_to_full_precision: _COMPOSITE,
-    promote: _COMPOSITE,
-    full_precision_dtype: _COMPOSITE,
-    cast: ("CompositeExplicitAutograd",),
+_KERNELS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "autocast_to_fp16": (autocast_to_fp16, _COMPOSITE),
+    "autocast_to_bf16": (autocast_to_bf16, _COMPOSITE),
+    "autocast_to_reduced_precision": (autocast_to_reduced_precision, _COMPOSITE),
+    "autocast_to_full_precision": (autocast_to_full_precision, _COMPOSITE),
+    "promote": (promote, _COMPOSITE),
+    "full_precision_dtype": (full_precision_dtype, _COMPOSITE),
+    "cast": (cast, ("CompositeExplicitAutograd",)),
+    "multi_cast": (multi_cast, ("CompositeExplicitAutograd",)),
+    "multi_cast.out": (multi_cast_out, ("CompositeExplicitAutograd",)),
 }
 
 
 def register() -> torch.library.Library:
     """Defines all ops of ``smart_autocast``; they live as long as the returned library."""
     library = torch.library.Library("smart_autocast", "DEF")
-    for kernel, dispatch_keys in _KERNELS.items():
-        library.define(kernel.__name__ + SCHEMAS[kernel.__name__])
+    for name, (kernel, dispatch_keys) in _KERNELS.items():
+        library.define(name + SCHEMAS[name])
         for key in dispatch_keys:
-            library.impl(kernel.__name__, kernel, key)
+            library.impl(name, kernel, key)
     return library

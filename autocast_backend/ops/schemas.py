@@ -21,6 +21,8 @@ SCHEMAS: dict[str, str] = {
         "(Tensor self, ScalarType? dtype=None, *, str? device_type=None) -> ScalarType?"
     ),
     "cast": "(Tensor self, ScalarType dtype) -> Tensor",
+    "multi_cast": "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
+    "multi_cast.out": "(Tensor[] tensors, ScalarType dtype, *, Tensor(a!)[] out) -> ()",
 }
 
 
@@ -31,10 +33,12 @@ def check_registered() -> None:
         KernelTierError: an op is missing or has another schema: the native library was built from
             other sources than this Python code (an editable install after an update, mostly).
     """
-    for name, schema in SCHEMAS.items():
-        expected = f"smart_autocast::{name}{schema}"
+    for qualified, schema in SCHEMAS.items():
+        expected = f"smart_autocast::{qualified}{schema}"
+        name, _, overload = qualified.partition(".")
         packet = getattr(torch.ops.smart_autocast, name, None)
-        found = "no such op" if packet is None else str(packet.default._schema)
+        op = getattr(packet, overload or "default", None)
+        found = "no such op" if op is None else str(op._schema)
         if found != expected:
             raise KernelTierError(
                 f"the native library is not of this version of the sources: expected {expected}, "

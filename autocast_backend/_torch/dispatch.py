@@ -1,0 +1,42 @@
+"""The dispatcher: kernels of our own for the keys of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("smart_autocast", "IMPL")
+
+
+def register_autograd_kernel(
+    op: str, function: Callable[..., Any], *, mutates: bool = False
+) -> None:
+    """Make `function(below, *arguments)` what autograd calls for `op`, "name" or "name.overload".
+
+    `below(*arguments)` is the op without autograd. `torch.library.register_autograd` is not this:
+    it makes one node of a call, for all of its tensors. With `mutates`, `function` also stands in
+    for ADInplaceOrView, the key under which versions of mutated tensors are counted; autograd's
+    keys are not visited in inference mode, that one is.
+    """
+    name, _, overload = op.partition(".")
+    target = getattr(getattr(torch.ops.smart_autocast, name), overload or "default")
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        def below(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                remaining = keyset & torch._C._after_autograd_keyset
+                if mutates:
+                    remaining = keyset & torch._C._after_ADInplaceOrView_keyset
+                return target.redispatch(remaining, *args, **kwargs)
+
+        return function(below, *args, **kwargs)
+
+    for key in ("Autograd", "ADInplaceOrView") if mutates else ("Autograd",):
+        _library.impl(op, kernel, key, with_keyset=True)
+
+
+def any_requires_grad(*values: Any) -> bool:
+    """Whether a tensor among the arguments, or in a list among them, requires grad."""
+    return torch._C._any_requires_grad(*values)

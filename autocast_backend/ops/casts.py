@@ -1,0 +1,64 @@
+"""The functional casts as Python functions: argument checks, then the op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def multi_cast(
+    tensors: Sequence[Tensor], dtype: torch.dtype, *, out: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Casts many tensors in one pass: as ``[t.to(dtype, copy=True) for t in tensors]``, but faster.
+
+    Args:
+        tensors: a list or tuple of dense tensors of real numbers, all on one device, of any dtypes,
+            shapes and strides.
+        dtype: the floating dtype to cast to.
+        out: where to write the results: as many tensors, of ``dtype``, with the shapes of
+            ``tensors``, on their device; no gradients flow through it. Fastest with the strides of
+            ``tensors``: ``[torch.empty_like(t, dtype=dtype) for t in tensors]``.
+
+    Returns:
+        A tensor of ``dtype`` for each of ``tensors``, in order, rounded as ``Tensor.to`` rounds; a
+        new one, also where the dtype is right already, or that of ``out``. Gradients return in each
+        tensor's own dtype, and only tensors that require grad give results that do.
+
+    Raises:
+        TypeError: ``tensors`` or ``out`` is no list or tuple of tensors, or ``dtype`` no
+            ``torch.dtype``.
+        ValueError: ``dtype`` is not floating.
+        RuntimeError: a tensor is sparse, quantized or complex; tensors are on different devices;
+            ``out`` does not fit, shares memory with ``tensors`` or in itself, or a tensor requires
+            grad while gradients are on.
+    """
+    _check_tensors("tensors", tensors)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            "argument 'dtype' must be a torch.dtype such as torch.bfloat16, got "
+            f"{type(dtype).__name__}"
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"argument 'dtype' must be a floating dtype such as torch.bfloat16, got {dtype}"
+        )
+    if out is None:
+        return torch.ops.smart_autocast.multi_cast.default(tensors, dtype)
+    _check_tensors("out", out)
+    torch.ops.smart_autocast.multi_cast.out(tensors, dtype, out=out)
+    return list(out)
+
+
+def _check_tensors(argument: str, value: object) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(
+            f"argument '{argument}' must be a list or tuple of tensors, got {type(value).__name__}"
+        )
+    for index, tensor in enumerate(value):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"argument '{argument}[{index}]' must be a torch.Tensor, got "
+                f"{type(tensor).__name__}; make one with torch.as_tensor"
+            )

@@ -1,0 +1,101 @@
+// Compiled for AVX2 and F16C (CMakeLists.txt); called only where the CPU has them.
+
+#include "convert.h"
+
+#if defined(__AVX2__) && defined(__F16C__)
+
+#include <immintrin.h>
+
+#include "convert_loop.h"
+
+namespace {
+
+struct Lanes {
+  static constexpr int kSize = 8;
+  using Register = __m256;
+
+  static Register load(const float* from) { return _mm256_loadu_ps(from); }
+  static Register load(const double* from) {
+    const __m128 low = _mm256_cvtpd_ps(_mm256_loadu_pd(from));
+    const __m128 high = _mm256_cvtpd_ps(_mm256_loadu_pd(from + 4));
+    return _mm256_set_m128(high, low);
+  }
+  static Register load(const Half* from) { return _mm256_cvtph_ps(load_16_bits(from)); }
+  static Register load(const BFloat16* from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bits(from)), 16));
+  }
+
+  template <typename>
+  static void store(float* to, Register value) {
+    _mm256_storeu_ps(to, value);
+  }
+  template <typename>
+  static void store(double* to, Register value) {
+    _mm256_storeu_pd(to, low_half(value));
+    _mm256_storeu_pd(to + 4, high_half(value));
+  }
+  template <typename>
+  static void store(Half* to, Register value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), to_half(value));
+  }
+  template <typename From>
+  static void store(BFloat16* to, Register value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), to_bf16(value, kBf16Nan<From>));
+  }
+
+  template <typename>
+  static void stream(float* to, Register value) {
+    _mm256_stream_ps(to, value);
+  }
+  template <typename>
+  static void stream(double* to, Register value) {
+    _mm256_stream_pd(to, low_half(value));
+    _mm256_stream_pd(to + 4, high_half(value));
+  }
+  template <typename>
+  static void stream(Half* to, Register value) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), to_half(value));
+  }
+  template <typename From>
+  static void stream(BFloat16* to, Register value) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), to_bf16(value, kBf16Nan<From>));
+  }
+  static void fence() { _mm_sfence(); }
+
+ private:
+  static __m128i load_16_bits(const void* from) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(from));
+  }
+  static __m256d low_half(Register value) { return _mm256_cvtps_pd(_mm256_castps256_ps128(value)); }
+  static __m256d high_half(Register value) {
+    return _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
+  }
+  static __m128i to_half(Register value) {
+    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  // As in convert_avx512.cpp.
+  static __m128i to_bf16(Register value, int nan) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(nan), is_nan);
+    // packus works in each half of 128 bits on its own: the permutation brings the two together.
+    const __m256i packed = _mm256_packus_epi32(result, _mm256_setzero_si256());
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+  }
+};
+
+}  // namespace
+
+namespace smart_autocast {
+
+ConvertFunction find_convert_avx2(torch::headeronly::ScalarType to,
+                                  torch::headeronly::ScalarType from) {
+  return find<Lanes>(to, from);
+}
+
+}  // namespace smart_autocast
+
+#endif

@@ -1,0 +1,313 @@
+"""`multi_cast` as an op; its rounding is in test_multi_cast_values.py."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autocast_backend import multi_cast
+from autocast_backend.ops import KERNEL_TIER
+from tests.ops.smart_cast_suite import DTYPES, FLOATS_WITH_GRAD, assert_same, sample
+
+op = torch.ops.smart_autocast.multi_cast.default
+out_op = torch.ops.smart_autocast.multi_cast.out
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def mixture() -> list[torch.Tensor]:
+    """Every dtype, and what memory can look like."""
+    base = sample(f32, 4, 6, 8)
+    return [
+        *(sample(dtype, 3, 5) for dtype in DTYPES),
+        sample(torch.float8_e5m2, 7),
+        sample(f32),
+        sample(f32, 0, 3),
+        sample(bf16, 1, 5, 1).transpose(0, 1),
+        base,
+        base.transpose(0, 2),
+        base.permute(1, 2, 0),
+        base[:, ::2, 1:],
+        base[1:3],
+        sample(f16, 5, 1).expand(5, 4),
+        sample(f32, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        sample(torch.complex64, 4).conj().imag,  # stored with the other sign
+        sample(f32, 40)[3:],
+    ]
+
+
+def expected(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [tensor.to(dtype, copy=True) for tensor in tensors]
+
+
+def assert_all_same(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(actual) == len(wanted)
+    for result, other in zip(actual, wanted, strict=True):
+        assert_same(result, other)
+        assert result.device == other.device
+
+
+@pytest.mark.parametrize("call", [multi_cast, op], ids=["function", "op"])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16, f64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_equals_to(call: Any, dtype: torch.dtype) -> None:
+    tensors = mixture()
+    results = call(tensors, dtype)
+    assert isinstance(results, list)
+    assert_all_same(results, expected(tensors, dtype))
+    addresses = {tensor.data_ptr() for tensor in tensors if tensor.numel() > 0}
+    assert addresses.isdisjoint(result.data_ptr() for result in results)  # new, cast or not
+
+
+def test_tuple_and_nothing() -> None:
+    assert multi_cast([], bf16) == []
+    assert_all_same(multi_cast((sample(f32, 3),), bf16), [sample(f32, 3).bfloat16()])
+
+
+@pytest.mark.parametrize("dtype", [f16, f64, torch.float8_e4m3fn])
+def test_out(dtype: torch.dtype) -> None:
+    tensors = mixture()
+    out = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    versions = [result._version for result in out]
+    results = multi_cast(tensors, dtype, out=out)
+    assert all(result is given for result, given in zip(results, out, strict=True))
+    assert_all_same(results, expected(tensors, dtype))
+    # An autograd graph that saved the old contents must notice.
+    assert all(result._version > v for result, v in zip(out, versions, strict=True))
+
+
+def test_out_with_other_strides_and_views() -> None:
+    tensors = [sample(f32, 4, 6), sample(f32, 6, 4).t(), sample(f32, 4, 6), sample(f32, 9)[1:]]
+    buffer = torch.full((12, 13), -1.0, dtype=bf16)
+    out = [
+        torch.empty(6, 4, dtype=bf16).t(),
+        torch.empty(4, 6, dtype=bf16),
+        buffer[::3, 1::2],
+        torch.empty(16, dtype=bf16)[3:11],
+    ]
+    multi_cast(tensors, bf16, out=out)
+    for result, tensor in zip(out, tensors, strict=True):
+        assert torch.equal(result, tensor.bfloat16())
+    assert (buffer == -1).sum() == buffer.numel() - 24  # nothing beside the view was written
+
+
+def test_reused_out_holds_the_last_call() -> None:
+    out = [torch.empty(1000, dtype=bf16)]
+    for value in (1.0, 2.0):
+        multi_cast([torch.full((1000,), value)], bf16, out=out)
+        assert torch.equal(out[0], torch.full((1000,), value, dtype=bf16))
+
+
+def test_inference_and_meta_tensors() -> None:
+    with torch.inference_mode():
+        inference = sample(f32, 3)
+        out = [torch.empty(3, dtype=f16)]
+        multi_cast([inference], f16, out=out)
+    assert_all_same(multi_cast([inference], f16), [inference.to(f16)])
+    assert_all_same(out, [inference.to(f16)])
+    normal = [torch.empty(3, dtype=f16)]
+    version = normal[0]._version
+    with torch.inference_mode():
+        multi_cast([inference], f16, out=normal)
+    assert normal[0]._version > version
+    (meta,) = multi_cast([torch.empty(4, 6, device="meta").t()], f16)
+    assert (meta.device.type, meta.dtype, meta.stride()) == ("meta", f16, (1, 6))
+
+
+# --- gradients
+
+
+def test_gradients_return_in_each_dtype() -> None:
+    tensors = [sample(dtype, 3, 5).requires_grad_() for dtype in FLOATS_WITH_GRAD]
+    results = multi_cast(tensors, f16)
+    grads = [sample(f16, 3, 5).flip(0)] * len(tensors)
+    for tensor, grad, actual in zip(
+        tensors, grads, torch.autograd.grad(results, tensors, grads), strict=True
+    ):
+        assert_same(actual, grad.to(tensor.dtype))
+
+
+def test_frozen_tensors_and_absent_gradients() -> None:
+    tensors = [sample(f32, 3), sample(f32, 3).requires_grad_(), sample(f32, 4).requires_grad_()]
+    tensors.append(torch.arange(3))
+    results = multi_cast(tensors, bf16)
+    assert [result.requires_grad for result in results] == [False, True, True, False]
+    assert_all_same([r.detach() for r in results], expected([t.detach() for t in tensors], bf16))
+    results[1].sum().backward()  # needs nothing of the others
+    assert tensors[1].grad is not None
+    assert tensors[2].grad is None
+    with torch.no_grad():
+        assert not any(result.requires_grad for result in multi_cast(tensors, bf16))
+
+
+def test_second_gradient_and_transforms() -> None:
+    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        x, y = multi_cast([a, b], f64)
+        return (x.pow(3) * y).sum()
+
+    a, b = sample(f32, 3, 5), sample(f16, 3, 5)
+    first = torch.func.grad(loss)(a, b)
+    torch.testing.assert_close(first, (3 * a.double().pow(2) * b.double()).float())
+    assert_same(torch.vmap(torch.func.grad(loss))(a, b), first)
+    a.requires_grad_()
+    (grad,) = torch.autograd.grad(loss(a, b), a, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), a)
+    torch.testing.assert_close(second, (6 * a.detach().double() * b.double()).float())
+
+
+def test_vmap_over_one_of_two() -> None:
+    a, b = sample(f32, 3, 5), sample(f32, 5)
+    x, y = torch.vmap(lambda a, b: tuple(multi_cast([a, b], f16)), (1, None), (1, None))(a, b)
+    assert_same(x, a.half())
+    assert_same(y, b.half())
+
+
+def test_vmap_takes_no_out() -> None:
+    out = torch.empty(3, 5, dtype=f16)
+    with pytest.raises(RuntimeError, match=r"multi_cast\.out"):
+        torch.vmap(lambda a, o: multi_cast([a], f16, out=[o]))(sample(f32, 3, 5), out)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(requires_grad: bool) -> None:
+    tensors = [
+        sample(f32, 3, 5),
+        sample(f16, 4).requires_grad_(requires_grad),
+        sample(f64, 4, 6).t(),
+    ]
+    torch.library.opcheck(op, (tensors, bf16))
+    out = [torch.empty_like(tensor, dtype=bf16, requires_grad=False) for tensor in tensors]
+    torch.library.opcheck(out_op, ([t.detach() for t in tensors], bf16), {"out": out})
+
+
+def test_compile() -> None:
+    torch.compiler.reset()
+
+    def function(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        x, y = multi_cast([a, b], bf16)
+        with torch.no_grad():
+            multi_cast([b], bf16, out=[out])
+        return x * 2 + y + out
+
+    results = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        a, b = sample(f32, 3, 5).requires_grad_(), sample(f64, 3, 5)
+        out = torch.empty(3, 5, dtype=bf16)
+        result = run(a, b, out)
+        result.sum().backward()
+        results.append((result.detach(), a.grad, out))
+    for actual, wanted in zip(*reversed(results), strict=True):
+        assert_same(actual, wanted)
+
+
+# --- errors
+
+
+def test_errors_of_tensors_and_dtype() -> None:
+    tensor = sample(f32, 3)
+    with pytest.raises(TypeError, match="'tensors' must be a list or tuple of tensors, got Tensor"):
+        multi_cast(tensor, bf16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'tensors\[1\]' must be a torch.Tensor, got float"):
+        multi_cast([tensor, 1.0], bf16)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"'dtype' must be a torch.dtype .* got str"):
+        multi_cast([tensor], "bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'dtype' must be a floating dtype .* got torch.int32"):
+        multi_cast([tensor], torch.int32)
+    with pytest.raises(RuntimeError, match="multi_cast: argument 'dtype' must be a floating dtype"):
+        op([tensor], torch.int32)
+    with pytest.raises(RuntimeError, match=r"'tensors' must be a dense tensor .* got a sparse"):
+        multi_cast([tensor, tensor.to_sparse()], bf16)
+    with pytest.raises(RuntimeError, match=r"'tensors' must be a dense tensor .* got a complex"):
+        multi_cast([tensor.to(torch.complex64)], bf16)
+
+
+def test_mixed_devices_are_an_error() -> None:
+    message = "'tensors' must hold tensors on one device"
+    with pytest.raises(RuntimeError, match=message):
+        multi_cast([sample(f32, 3), torch.empty(3, device="meta")], bf16)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
+        multi_cast([torch.empty(3), torch.empty(3, device="cuda")], bf16)
+
+
+def test_errors_of_out() -> None:
+    a, b = sample(f32, 3), sample(f32, 4)
+
+    def call(*out: torch.Tensor) -> None:
+        multi_cast([a, b], bf16, out=list(out))
+
+    x, y = torch.empty(3, dtype=bf16), torch.empty(4, dtype=bf16)
+    with pytest.raises(RuntimeError, match="must hold as many tensors as 'tensors', 2, got 1"):
+        call(x)
+    with pytest.raises(RuntimeError, match=r"'out\[1\]' must have the dtype asked for"):
+        call(x, torch.empty(4, dtype=f16))
+    with pytest.raises(RuntimeError, match=r"'out\[1\]' must have the shape of 'tensors\[1\]'"):
+        call(x, torch.empty(2, 2, dtype=bf16))
+    with pytest.raises(RuntimeError, match=r"'out\[1\]' must have memory of its own"):
+        call(x, torch.empty(1, dtype=bf16).expand(4))
+    with pytest.raises(RuntimeError, match=r"requires grad; call it under torch.no_grad"):
+        multi_cast([a.clone().requires_grad_(), b], bf16, out=[x, y])
+    with pytest.raises(TypeError, match="'out' must be a list or tuple of tensors, got Tensor"):
+        multi_cast([a], bf16, out=x)  # type: ignore[arg-type]
+    call(x, y)  # all that was refused has left it usable
+
+
+def test_overlapping_out_is_refused() -> None:
+    message = "'out' must not overlap"
+    memory = torch.zeros(64, dtype=torch.uint8)
+    a = sample(f32, 4)
+    x = memory[:8].view(bf16)
+    with pytest.raises(RuntimeError, match=message):
+        multi_cast([a, a], bf16, out=[x, x])
+    with pytest.raises(RuntimeError, match=message):
+        multi_cast([a, a], bf16, out=[x, memory[6:14].view(bf16)])
+    source = memory[32:48].view(f32)
+    for begin in (26, 32, 40, 46):
+        with pytest.raises(RuntimeError, match=message):
+            multi_cast([source], bf16, out=[memory[begin : begin + 8].view(bf16)])
+    multi_cast([source], bf16, out=[memory[24:32].view(bf16)])
+    multi_cast([source], bf16, out=[memory[48:56].view(bf16)])
+    multi_cast([a, a], bf16, out=[x, memory[8:16].view(bf16)])
+
+
+# --- the process around it
+
+native = pytest.mark.skipif(KERNEL_TIER.name != "native", reason="threads are the native kernel's")
+THREADS = """
+import os, sys, torch
+from autocast_backend.ops import multi_cast
+torch.set_num_threads(int(sys.argv[1]))
+x = torch.empty(1 << 20)
+before = len(os.listdir("/proc/self/task"))
+multi_cast([x, x[:5]], torch.bfloat16)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@native
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads(threads: int) -> None:
+    """The threads come with the first call that uses them: one fewer than are asked for."""
+    command = [sys.executable, "-c", THREADS, str(threads)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(result.stdout) == threads - 1
+
+
+def _cast_in_child(queue: Any) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    (result,) = multi_cast([torch.full((100000,), 3.0)], bf16)
+    queue.put(float(result.double().sum()))
+
+
+def test_fork_after_use() -> None:
+    multi_cast([torch.empty(1 << 20)], bf16)
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_cast_in_child, args=(queue,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert queue.get() == 300000.0
