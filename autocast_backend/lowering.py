@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from ._torch.fake_tensors import fake_mode_of
+from .other_dtypes import judge_other_dtypes
 from .planning import plan_graph
 from .proving import judge
 from .regions import Placement, is_region_node
@@ -41,11 +42,13 @@ class Context:
     Attributes:
         ambient: the autocast state around the compiled call.
         validate: "dtype", "strict" or "off".
+        other_dtypes: whether each call is proved for other floating-point dtypes than float32 too.
         report: filled in as the passes run.
     """
 
     ambient: AutocastState
     validate: str = "strict"
+    other_dtypes: bool = False
     report: Report = field(default_factory=Report)
 
 
@@ -70,6 +73,8 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])
     with report.timed("validation"):
         judge(candidates, fake_mode, context.validate, report)
+        if context.other_dtypes:
+            judge_other_dtypes(candidates, fake_mode)
     with report.timed("lowering"):
         writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
         for writer in writers.values():

@@ -107,14 +107,14 @@ def _shared_by_name(c: Candidate) -> tuple[int, ...]:
 
 def _follow(node: fx.Node, recipe: Recipe) -> Any:
     """Run a call on the example values of its arguments."""
-    fresh = _replicas() if _looks_mutating(node) else lambda value: value
+    fresh = _replicas() if looks_mutating(node) else lambda value: value
     target, args, kwargs = recipes.apply(
         recipe, node, lambda _, n: fresh(n.meta.get("example_value")), recipes.run
     )
     return recipes.run(target, args, kwargs)
 
 
-def _looks_mutating(node: fx.Node) -> bool:
+def looks_mutating(node: fx.Node) -> bool:
     """Whether a call may write to its arguments, metadata included: a second run on the same fake
     tensors would then see what the first one did."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import fx
 
+from ._torch.autocast import wrap_with_autocast
 from .graphs import copy_graph as copy_graph
 from .lowering import Context, lower
+from .regions import hops_to_regions, nodes_of, regions_to_hops
 from .state import AutocastState
 
 
@@ -21,9 +23,10 @@ def lower_autocast(
     """Rewrite the autocast regions of a graph into smart casts.
 
     Args:
-        graph_module: a graph of torch-level calls, as Dynamo gives it to a backend, in which every
-            call has its value under eager autocast, a fake tensor, in `meta["example_value"]`. It
-            is left as it is.
+        graph_module: a graph of torch-level calls, as Dynamo gives it to a backend, or of ATen ops,
+            as `torch.export` and `make_fx(pre_dispatch=True)` make it: its regions are enter and
+            exit nodes or `wrap_with_autocast` calls. Every call has its value under eager autocast,
+            a fake tensor, in `meta["example_value"]` or `meta["val"]`. It is left as it is.
         ambient: the autocast state around the graph: an `AutocastState`, the arguments of one
             `torch.autocast`, or a sequence of them. Regions inside the graph come on top.
         policies: overrides of the policy table; not built yet, so only None.
@@ -32,7 +35,7 @@ def lower_autocast(
         A new graph, to be run with autocast off. Its smart casts hold no dtype of the tensors they
         get: the same graph serves float32, bfloat16, float16 and float64 inputs as eager autocast
         does. Calls without a policy of their own that were proved equal, and brackets, were proved
-        for the dtypes of the example values.
+        for the dtypes of the example values. Brackets are written as the regions were.
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be, or a graph without example
@@ -46,5 +49,23 @@ def lower_autocast(
         )
     if policies is not None:
         raise ValueError(f"policies: overrides are not built yet; expected None, got {policies!r}")
-    copy = copy_graph(graph_module)
-    return lower(copy, Context(ambient=AutocastState.of(ambient)))
+    flat, _ = hops_to_regions(graph_module)
+    lower_flat(flat, Context(ambient=AutocastState.of(ambient)))
+    if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
+        flat, _ = regions_to_hops(flat)
+    return flat
+
+
+def lower_flat(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """`lower`, in place, for graphs that keep their values in `meta["val"]` too."""
+    traced = not any("example_value" in n.meta for n in nodes_of(graph_module))
+    if not traced:
+        return lower(graph_module, context)
+    for node in nodes_of(graph_module):
+        if "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+    lower(graph_module, context)
+    for node in nodes_of(graph_module):
+        if "example_value" in node.meta:
+            node.meta.setdefault("val", node.meta.pop("example_value"))
+    return graph_module

@@ -20,6 +20,7 @@ from .placement import (
     RegionError,
     find_regions,
     is_region_node,
+    nodes_of,
     source_line,
     where,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "find_regions",
     "hops_to_regions",
     "is_region_node",
+    "nodes_of",
     "regions_to_hops",
     "source_line",
     "where",

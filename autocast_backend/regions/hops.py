@@ -170,11 +170,13 @@ def _outline(module: fx.GraphModule, enter: fx.Node, exit_: fx.Node) -> fx.Graph
     graph = module.graph
     inner = _between(enter, exit_)
     # What takes apart the result of a call goes with the call: a body returns tensors, not lists.
-    for node in inner:
+    queue = list(inner)
+    for node in queue:
         for user in list(node.users):
             if user.target is operator.getitem and user not in inner:
                 exit_.prepend(user)
                 inner[user] = None
+                queue.append(user)
     body, operands, outputs = _body(module, inner)
     name = free_name(module, "autocast_body")
     module.add_module(name, body)

@@ -6,6 +6,7 @@ lies outside all of them is under the ambient state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -100,3 +101,10 @@ def where(node: fx.Node) -> str:
         if line := source_line(near):
             return f"node {node.name} (near {near.name}, {line})"
     return f"node {node.name}"
+
+
+def nodes_of(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph and of the bodies in it."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes

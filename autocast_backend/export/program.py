@@ -1,0 +1,97 @@
+"""`lower`: an exported program with smart casts in place of its autocast regions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.export import ExportedProgram
+
+from .._torch.autocast import autocast_device_types
+from .._torch.export import with_graph
+from ..lowering import Context
+from ..regions import hops_to_regions, regions_to_hops
+from ..report import Report
+from ..standalone import lower_flat
+from ..state import AutocastState
+from .dtype_arguments import without_dtype_values
+from .retargeting import Retargeting, forget_weight_cache_flag
+
+
+def lower(
+    exported_program: ExportedProgram,
+    *,
+    ambient: AutocastState | Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    device_type: str | None = None,
+) -> ExportedProgram:
+    """Rewrite the autocast regions of an exported program into smart casts.
+
+    Every call is proved equal to itself under autocast on the program's fake values, as when
+    `torch.compile` lowers a graph, and for bfloat16, float16 and float64 in place of float32. What
+    is not proved stays in a `wrap_with_autocast` call.
+
+    Args:
+        exported_program: from `torch.export.export` or `torch.export.load`; it is left as it is.
+        ambient: the autocast state around the program: an `AutocastState`, the arguments of one
+            `torch.autocast`, or a sequence of them. Regions in the program come on top. `()`: off.
+        device_type: lower for this device type, such as `"cuda"`, what was exported on the CPU: its
+            regions and its policies become those of that device type. The program itself stays
+            on the CPU; `torch.export.passes.move_to_device_pass` moves it. None: for the device
+            types that the program's tensors are on.
+
+    Returns:
+        A verified program of the same signature, with the same parameters, to be run with autocast
+        off. `autocast_backend.export.module` runs it for other floating-point dtypes than those it
+        was exported with.
+
+    Raises:
+        TypeError, ValueError: an argument that is not what it should be, or a program that was
+            decomposed already.
+        RegionError: enter and exit nodes that do not pair up.
+    """
+    return lower_with_report(exported_program, ambient=ambient, device_type=device_type)[0]
+
+
+def lower_with_report(
+    exported_program: ExportedProgram,
+    *,
+    ambient: AutocastState | Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    device_type: str | None = None,
+) -> tuple[ExportedProgram, Report]:
+    """As `lower`; with what was done: counts, and the calls that stay under autocast, with why."""
+    _check(exported_program, device_type)
+    context = Context(ambient=AutocastState.of(ambient), other_dtypes=True)
+    graph, signature = hops_to_regions(
+        exported_program.graph_module, exported_program.graph_signature
+    )
+    forget_weight_cache_flag(graph)
+    if device_type is None and not context.ambient.enabled_devices:
+        lower_flat(graph, context)
+    else:
+        retargeting = Retargeting(graph, device_type)
+        retargeting.apply(context.ambient)
+        lower_flat(graph, context)
+        retargeting.undo()
+    without_dtype_values(graph)
+    graph, signature = regions_to_hops(graph, signature)
+    assert signature is not None  # there was one
+    return with_graph(exported_program, graph, signature), context.report
+
+
+def _check(program: Any, device_type: Any) -> None:
+    if not isinstance(program, ExportedProgram):
+        raise TypeError(
+            "exported_program: expected a torch.export.ExportedProgram, as torch.export.export "
+            f"returns; got {type(program).__name__}"
+        )
+    if program.dialect != "TRAINING":
+        raise ValueError(
+            "exported_program: expected a program as torch.export.export returns it; got one that "
+            "run_decompositions() has made: its casts have dtypes already. Lower it first, and "
+            "decompose what lower returns"
+        )
+    known = autocast_device_types()
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(f"device_type: expected a string or None; got {device_type!r}")
+    if device_type is not None and device_type not in known:
+        raise ValueError(f"device_type: expected one of {', '.join(known)}; got {device_type!r}")

@@ -1,0 +1,76 @@
+"""`module`: a program's module without the checks of floating-point dtypes."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from ..regions import nodes_of
+
+_ASSERT = torch.ops.aten._assert_tensor_metadata.default
+_DTYPE = 3  # positional: tensor, size, stride, dtype
+
+
+def module(exported_program: ExportedProgram) -> fx.GraphModule:
+    """`exported_program.module()` without the checks of floating-point dtypes.
+
+    `torch.export` fixes the dtypes it was given: "Tensor dtype mismatch!". A lowered program needs
+    none of them - its smart casts ask the tensors they get. So where one floating-point dtype was
+    expected, any is; integer, boolean and complex dtypes, devices, layouts and sizes are checked
+    as before.
+
+    Args:
+        exported_program: a program that `lower` returned, or one loaded from its file. Another
+            program is taken too, and then computes in whatever dtypes its ops make of the inputs.
+
+    Returns:
+        A module of its own: `module(program).to(torch.bfloat16)` leaves the program as it is. Its
+        parameters share their memory with the program's until then.
+
+    Raises:
+        TypeError: not an exported program.
+    """
+    if not isinstance(exported_program, ExportedProgram):
+        raise TypeError(
+            "exported_program: expected a torch.export.ExportedProgram, as "
+            f"autocast_backend.export.lower returns; got {type(exported_program).__name__}"
+        )
+    unguarded = exported_program.module()
+    assert isinstance(unguarded, fx.GraphModule)
+    for node in [n for n in nodes_of(unguarded) if n.target is _ASSERT]:
+        _lift(node)
+    for graph_module in unguarded.modules():
+        if isinstance(graph_module, fx.GraphModule):
+            graph_module.recompile()
+    _own_parameters(unguarded)
+    return unguarded
+
+
+def _lift(node: fx.Node) -> None:
+    """Let one check take every floating-point dtype where it took one."""
+    kwargs = dict(node.kwargs)
+    dtype = kwargs.pop("dtype", None) if len(node.args) <= _DTYPE else node.args[_DTYPE]
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        with node.graph.inserting_before(node):
+            node.graph.call_function(check_floating_point, (node.args[0],))
+        node.args, node.kwargs = node.args[:_DTYPE], kwargs
+
+
+def check_floating_point(tensor: torch.Tensor) -> None:
+    """What is left of a check for one floating-point dtype."""
+    if not tensor.dtype.is_floating_point:
+        raise RuntimeError(
+            "Tensor dtype mismatch! Expected: a floating-point dtype, as in the inputs the program "
+            f"was exported with, Got: {tensor.dtype}"
+        )
+
+
+def _own_parameters(unguarded: nn.Module) -> None:
+    """Give the module parameters of its own: `Module.to` changes them in place."""
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    for path, parameter in unguarded.named_parameters(remove_duplicate=False):
+        if parameter not in own:
+            own[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        owner, _, name = path.rpartition(".")
+        setattr(unguarded.get_submodule(owner), name, own[parameter])
