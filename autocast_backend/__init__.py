@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from .standalone import lower_autocast
     from .state import AutocastState
+    from .weights import clear_weight_cache, weight_cache_info
 
 _HOMES = {
     "AutocastState": "state",
@@ -33,9 +34,11 @@ _HOMES = {
     "autocast_to_fp16": "ops",
     "autocast_to_full_precision": "ops",
     "autocast_to_reduced_precision": "ops",
+    "clear_weight_cache": "weights",
     "lower_autocast": "standalone",
     "multi_cast": "ops",
     "promote": "ops",
+    "weight_cache_info": "weights",
 }
 
 __all__ = [
@@ -47,9 +50,11 @@ __all__ = [
     "autocast_to_fp16",
     "autocast_to_full_precision",
     "autocast_to_reduced_precision",
+    "clear_weight_cache",
     "lower_autocast",
     "multi_cast",
     "promote",
+    "weight_cache_info",
 ]
 
 

@@ -25,6 +25,7 @@ from .propagate import propagate
 from .regions import source_line
 from .standalone import copy_graph
 from .state import AutocastState
+from .weights.plan import WeightPlan
 
 log = _logging.log
 _logging.register()
@@ -61,20 +62,34 @@ def smart_autocast(
         if parsed.autocast:
             graph_module = propagate(graph_module, context)
         graph_module = lower(graph_module, context)
+    with report.timed("weights"):
+        plan = WeightPlan(
+            graph_module,
+            example_inputs,
+            weight_cache=parsed.weight_cache,
+            ambient=now,
+            inductor=parsed.inductor if parsed.inner == "inductor" else None,
+            report=report,
+        )
     _tell(graph_module, context)
     inner = _inner(parsed)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(report.timed("inner"))
-        if torch.is_grad_enabled():
-            region = _region(graph_module, example_inputs, inner, parsed, context.ambient)
-            stack.enter_context(training_graphs(region.follow_autocast))
-            stack.enter_context(backward_traced_off(region.keep_in_backward))
-        stack.enter_context(disable_autocast())
-        compiled = inner(graph_module, example_inputs)
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(report.timed("inner"))
+            if torch.is_grad_enabled():
+                region = _region(module, inputs, inner, parsed, context.ambient)
+                stack.enter_context(training_graphs(region.follow_autocast))
+                stack.enter_context(backward_traced_off(region.keep_in_backward))
+            stack.enter_context(disable_autocast())
+            compiled = inner(module, inputs)
+        if report.bracketed:
+            compiled = _restoring_after_errors(compiled, now)
+        return _with_autocast_off(compiled) if now.enabled_devices else compiled
+
+    compiled = plan.compile(compile_graph)
     log.debug("seconds by stage: %s", report.seconds)
-    if report.bracketed:
-        compiled = _restoring_after_errors(compiled, now)
-    return _with_autocast_off(compiled) if now.enabled_devices else compiled
+    return compiled
 
 
 def _region(

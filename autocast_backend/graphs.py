@@ -21,6 +21,8 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
         values[node] = graph.node_copy(node, values.__getitem__)
         if hasattr(node, "_dynamo_source"):  # torch keeps it outside of meta
             values[node]._dynamo_source = node._dynamo_source
+        # Weak references to the graph's real inputs; `torch.utils.swap_tensors` refuses those.
+        values[node].meta.pop("grapharg", None)
     graph.set_codegen(module.graph._codegen)  # how the module is called: export's takes a pytree
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)

@@ -1,7 +1,8 @@
-"""Shape guards of backward variants.
+"""Shape guards of what is compiled late.
 
-A variant is traced after Dynamo has installed its guards. Where tracing or compiling it assumes
-something new about a dynamic size, the assumption is checked at every call of the variant instead.
+A backward variant, or a graph whose casts are made outside, is traced after Dynamo has installed
+its guards. Where tracing or compiling it assumes something new about a dynamic size, the assumption
+is checked at every call of it instead.
 """
 
 from __future__ import annotations
@@ -28,6 +29,28 @@ class ShapeGuards:
         assumed = [] if self._shape_env is None else self._shape_env.guards[self._known :]
         return [guard.expr for guard in assumed]
 
+    def check(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], str | None] | None:
+        """A function that finds in real arguments what breaks the assumptions made since; None
+        where there are none.
+
+        Args:
+            values: the fake values of these arguments, which hold the symbolic sizes.
+        """
+        conditions = self.conditions()
+        if not conditions:
+            return None
+        places = _places(values)
+
+        def broken(args: Sequence[Any]) -> str | None:
+            sizes = {symbol: _size(args, place) for symbol, place in places.items()}
+            for condition in conditions:
+                if condition.xreplace(sizes) != True:  # noqa: E712  (a sympy relation)
+                    found = ", ".join(f"{s} = {n}" for s, n in sizes.items())
+                    return f"was compiled for {condition}, which these inputs break ({found})"
+            return None
+
+        return broken
+
     def around(
         self, code: Callable[[list[Any]], Any], graph: fx.GraphModule, what: str
     ) -> Callable[[list[Any]], Any]:
@@ -38,21 +61,17 @@ class ShapeGuards:
             graph: its placeholders hold the symbolic sizes.
             what: names the code in the error.
         """
-        conditions = self.conditions()
-        if not conditions:
-            return code
         nodes = graph.graph.find_nodes(op="placeholder")
-        places = _places([node.meta.get("val") for node in nodes])
+        check = self.check([node.meta.get("val") for node in nodes])
+        if check is None:
+            return code
 
         def checked(args: list[Any]) -> Any:
-            sizes = {symbol: _size(args, place) for symbol, place in places.items()}
-            for condition in conditions:
-                if condition.xreplace(sizes) != True:  # noqa: E712  (a sympy relation)
-                    raise RuntimeError(
-                        f"{what} was compiled for {condition}, which these inputs break "
-                        f"({', '.join(f'{s} = {n}' for s, n in sizes.items())}). Compile with "
-                        "dynamic=False, or call backward() outside of autocast"
-                    )
+            if broken := check(args):
+                raise RuntimeError(
+                    f"{what} {broken}. Compile with dynamic=False, or call backward() outside of "
+                    "autocast"
+                )
             return code(args)
 
         return checked

@@ -18,8 +18,9 @@ from .state import check_autocast_arguments
 _PassThrough = pass_through_error()
 
 # Part of the public surface, but not built yet. Accepting one without effect would be a lie.
-_PLANNED = ("policies", "weight_cache")
+_PLANNED = ("policies",)
 _VALIDATE = ("dtype", "strict", "off")
+_WEIGHT_CACHE = ("scope", "version", "off")
 _BACKWARD = ("auto", "same_as_forward", "off")
 _ON_MISMATCH = ("warn", "error", "do_nothing")
 
@@ -60,6 +61,13 @@ class Options:
     """What happens when `backward_pass_autocast` is not "auto", a backward runs under another state
     and would have been another computation there: "warn", "error" or "do_nothing"."""
 
+    weight_cache: str = "scope"
+    """How long the cast of a weight lives. "scope": as in eager mode, until the outermost autocast
+    context exits, shared by all graphs that read the weight; a weight that changes meanwhile is
+    cast again. "version": until the weight changes, across contexts; see docs/weights.md for what
+    it cannot see. "off": every graph makes its casts itself, at every call, as in stock
+    `torch.compile`."""
+
     validate: str = "strict"
     """How each lowered call is proved equal to eager autocast while it compiles. "strict": the ops
     below autograd and their dtypes; "dtype": the dtypes of results; "off": not at all - the
@@ -93,6 +101,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
     )
     for name, known in (
         ("on_backward_autocast_mismatch", _ON_MISMATCH),
+        ("weight_cache", _WEIGHT_CACHE),
         ("validate", _VALIDATE),
     ):
         given[name] = _check_choice(name, given.get(name, getattr(Options, name)), known)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass(frozen=True)
 class Bracketed:
@@ -30,6 +32,25 @@ class Bracketed:
         )
 
 
+@dataclass(frozen=True)
+class WeightCast:
+    """One cast of a weight, and where it is made.
+
+    Attributes:
+        weight: what the weight is called in the user's program.
+        dtype: what it is cast to.
+        inside: why the cast stays in the graph; None where it is made outside.
+    """
+
+    weight: str
+    dtype: torch.dtype
+    inside: str | None = None
+
+    def __str__(self) -> str:
+        where = "outside of the graph" if self.inside is None else f"in the graph: {self.inside}"
+        return f"{self.weight} -> {str(self.dtype)[6:]}, {where}"
+
+
 @dataclass
 class Report:
     """Counts and reasons of one compilation.
@@ -39,6 +60,7 @@ class Report:
         untouched: nodes inside a region that autocast leaves alone.
         bracketed: nodes that stay under real autocast.
         casts: smart cast nodes added (weights shared by several readers count once).
+        weights: the casts of weights among them, and where each is made.
         checked: distinct calls that were validated in this compilation; the others were known.
         seconds: time by stage.
     """
@@ -47,6 +69,7 @@ class Report:
     untouched: int = 0
     bracketed: list[Bracketed] = field(default_factory=list)
     casts: int = 0
+    weights: list[WeightCast] = field(default_factory=list)
     checked: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -20,6 +20,9 @@ from .recipes import Recipe, tensor_arguments
 from .regions import source_line
 from .report import Bracketed, Report
 
+CACHED = "smart_autocast_cached"
+"""In the `meta` of a cast that eager autocast would keep in its weight cache."""
+
 
 class Writer:
     """Writes the plan of one graph into it.
@@ -126,7 +129,8 @@ class Writer:
                 return self._add(c, target, args, kwargs)
             key = (args[0], target, args[1:], c.placement.scope, c.grad)
             if key not in self.weight_casts:
-                self.weight_casts[key] = self._add(c, target, args, kwargs)
+                cast = self.weight_casts[key] = self._add(c, target, args, kwargs)
+                cast.meta[CACHED] = True
             return self.weight_casts[key]
 
         return call

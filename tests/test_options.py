@@ -24,7 +24,7 @@ def compile_with(options: dict[str, Any] | None = None, mode: str | None = None)
     [
         ({"iner": "aot_eager"}, r"unknown option 'iner'; expected 'inner'"),
         ({"policies": {}}, r"'policies' is not built yet"),
-        ({"weight_cache": "scope"}, r"'weight_cache' is not built yet"),
+        ({"weight_cache": "scop"}, r"'weight_cache': .*'scop'; expected 'scope'"),
         ({"backward_pass_autocast": "of"}, r"'backward_pass_autocast': .*'of'; expected 'off'"),
         (
             {"backward_pass_autocast": {"device_type": "gpu"}},

@@ -163,6 +163,21 @@ def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+@contextlib.contextmanager
+def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
+    """The contexts a compiler needs outside of Dynamo's compilation, for fake inputs."""
+    from torch._dynamo.utils import get_metrics_context
+    from torch._guards import TracingContext, tracing
+
+    with (
+        compile_lock(),
+        outside_of_modes(),
+        tracing(TracingContext(fake_mode_of(inputs))),
+        get_metrics_context(),
+    ):
+        yield
+
+
 @dataclass(frozen=True)
 class JointGraph:
     """Forward and backward in one graph, as the inner compiler's partitioner gets them.

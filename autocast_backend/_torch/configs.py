@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +58,23 @@ def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
             yield
 
     return again
+
+
+def freezing_is_on(patches: Mapping[str, Any]) -> bool:
+    """Whether Inductor, under these config patches, makes a graph's weights constants."""
+    return bool(_inductor_config("freezing", patches))
+
+
+def cuda_graphs_are_on(patches: Mapping[str, Any]) -> bool:
+    """Whether Inductor, under these config patches, records CUDA graphs, which read their static
+    inputs at the addresses they had."""
+    return bool(_inductor_config("triton.cudagraphs", patches))
+
+
+def _inductor_config(name: str, patches: Mapping[str, Any]) -> Any:
+    from torch._inductor import config
+
+    return patches[name] if name in patches else config.get_config_copy()[name]
 
 
 def inductor_mode_options(mode: str | None = None) -> dict[str, Any]:

@@ -71,3 +71,22 @@ def is_higher_order_op(target: Any) -> bool:
 def is_set_grad_enabled(target: Any) -> bool:
     """Dynamo writes `torch.no_grad()` as calls of this private function."""
     return target is torch._C._set_grad_enabled
+
+
+def gives_data_attribute(target: Any) -> bool:
+    """Whether a node reads `tensor.data`, which Dynamo writes as a call of this function."""
+    return target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+def is_static_input(node: torch.fx.Node) -> bool:
+    """Whether Dynamo takes an input of its graph for a parameter or buffer of a module, which stays
+    the same tensor from call to call."""
+    return bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
+
+
+def input_name(node: torch.fx.Node) -> str:
+    """What an input is called in the user's program, such as `L['self'].weight`; where Dynamo did
+    not say, its name in the graph."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    return str(name() if callable(name) else name) if source is not None else node.name

@@ -1,0 +1,40 @@
+"""Tensors: who holds their memory."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def has_other_holders(owner: Any, name: str) -> bool:
+    """Whether anything but the attribute `name` of `owner` keeps that tensor, or a view of it.
+
+    Python references, references from C++ (an autograd graph that saved it) and other tensors on
+    its storage are counted; how much a tensor without other holders counts differs between
+    versions of Python and PyTorch, so one is counted here to compare.
+    """
+    return _holders(owner, name) != _alone()
+
+
+def _holders(owner: Any, name: str) -> tuple[int, int, int]:
+    return (
+        sys.getrefcount(getattr(owner, name)),
+        getattr(owner, name)._use_count(),
+        torch._C._storage_Use_Count(getattr(owner, name).untyped_storage()._cdata),
+    )
+
+
+@functools.cache
+def _alone() -> tuple[int, int, int]:
+    return _holders(SimpleNamespace(tensor=torch.empty(1)), "tensor")
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory: compilers run graphs on such tensors to learn shapes."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

@@ -1,0 +1,238 @@
+"""Take the casts of weights out of a lowered graph.
+
+    def graph(w, b, x):                          def graph(x, w_cast, b_cast):
+        w_cast = autocast_to_bf16(w)                 x_cast = autocast_to_bf16(x)
+        b_cast = autocast_to_bf16(b)                 return linear(x_cast, w_cast, b_cast)
+        x_cast = autocast_to_bf16(x)
+        return linear(x_cast, w_cast, b_cast)
+
+A weight is what eager autocast would cache the cast of - a float32 leaf that requires grad - and
+what it would not, because autograd does not record it: a frozen parameter, a buffer.
+
+Left alone: casts inside the bodies of checkpoints, which are to be made again in the backward pass;
+weights that the graph writes to, or reads in ways that a gradient from outside would not add up
+with as in eager mode; tensor subclasses; what FSDP manages, whose tensors are filled anew behind
+the same version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .._torch.autocast import disable_autocast
+from .._torch.dynamo import (
+    gives_data_attribute,
+    input_name,
+    is_higher_order_op,
+    is_static_input,
+    pass_through_error,
+)
+from .._torch.fake_tensors import fake_inputs, fake_mode_of
+from .._torch.fsdp import is_managed_by_fsdp
+from ..graphs import copy_graph
+from ..report import WeightCast
+from ..validation import is_weight
+from ..writing import CACHED
+
+_FSDP = "FSDP manages it, and fills it anew without counting that"
+
+
+class WeightCacheError(pass_through_error(), RuntimeError):  # type: ignore[misc]
+    """A weight whose cast cannot be kept as asked for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """A graph whose weights are cast outside of it.
+
+    Attributes:
+        graph_module: takes the arguments of `kept`, then the casts.
+        inputs: fake inputs of it.
+        arguments: fake inputs of the original graph.
+        kept: which arguments of the original graph it takes.
+        weights: which arguments of the original graph are cast.
+        dtypes: to what, for each of `weights`.
+        grads: whether autograd records the cast, for each of `weights`.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: list[Any]
+    arguments: list[Any]
+    kept: tuple[int, ...]
+    weights: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    grads: tuple[bool, ...]
+
+
+def weight_casts(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], *, lasting: bool
+) -> tuple[dict[fx.Node, int], list[WeightCast]]:
+    """The casts of weights in a lowered graph that can leave it, each with the number of the
+    argument it casts; and all casts of weights, for the report: those that cannot say why.
+
+    Raises:
+        WeightCacheError: casts are to last (`weight_cache="version"`) and FSDP manages a weight.
+    """
+    taken: dict[fx.Node, int] = {}
+    told: list[WeightCast] = []
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    written = [v for n, v in zip(placeholders, inputs, strict=True) if _is_written(n)]
+    for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        casts = [user for user in node.users if _is_lowering_cast(user)]
+        if not casts or not _is_weight(node, value):
+            continue
+        reason = _why_not(value, written) or _why_not_with_grad(node, casts)
+        if lasting and reason == _FSDP:
+            raise WeightCacheError(
+                f"{input_name(node)}: FSDP manages this weight, and fills it anew without counting "
+                'that, so weight_cache="version" cannot see when its cast is wrong; use '
+                'weight_cache="scope" or "off"'
+            )
+        for cast in casts:
+            result = cast.meta["example_value"]
+            uncached = result.requires_grad and CACHED not in cast.meta
+            inside = "eager autocast does not cache it" if uncached else reason
+            told.append(WeightCast(input_name(node), result.dtype, inside))
+            if inside is None:
+                taken[cast] = i
+    return taken, told
+
+
+def hoist(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    casts: dict[fx.Node, int],
+    *,
+    static: bool,
+) -> Hoisted:
+    """A copy of the graph that takes `casts` in as arguments.
+
+    Args:
+        casts: as `weight_casts` found them.
+        static: tell the inner compiler that the casts of static inputs are static, too: their
+            addresses do not change.
+    """
+    names = {cast.name: i for cast, i in casts.items()}
+    module = copy_graph(graph_module)
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    fakes = fake_inputs(inputs)
+    last = placeholders[-1]
+    weights: list[int] = []
+    values: list[Any] = []
+    same: dict[tuple[int, torch.dtype], fx.Node] = {}
+    for node in [n for n in graph.nodes if n.name in names]:
+        i, result = names[node.name], node.meta["example_value"]
+        operand = same.get((i, result.dtype))
+        if operand is None:
+            with graph.inserting_after(last):
+                operand = last = graph.placeholder(f"{node.name}_outside")
+            operand.meta = {k: v for k, v in node.meta.items() if k != "nn_module_stack"}
+            tensor_dict = placeholders[i].meta.get("tensor_dict", {})
+            operand.meta["tensor_dict"] = tensor_dict if static else {}
+            operand._dynamo_source = None
+            weights.append(i)
+            values.append(_leaf_like(fakes[i], result))
+            if not result.requires_grad:  # else each region has gradients of its own
+                same[i, result.dtype] = operand
+        node.replace_all_uses_with(operand)
+        graph.erase_node(node)
+    cast = set(weights)
+    kept = [i for i, node in enumerate(placeholders) if node.users or i not in cast]
+    for i in cast.difference(kept):
+        graph.erase_node(placeholders[i])
+    module.recompile()
+    return Hoisted(
+        graph_module=module,
+        inputs=[fakes[i] for i in kept] + values,
+        arguments=fakes,
+        kept=tuple(kept),
+        weights=tuple(weights),
+        dtypes=tuple(v.dtype for v in values),
+        grads=tuple(v.requires_grad for v in values),
+    )
+
+
+_LOWERING_CASTS = tuple(
+    getattr(torch.ops.smart_autocast, name).default
+    for name in ("autocast_to_fp16", "autocast_to_bf16", "autocast_to_reduced_precision")
+)
+
+
+def _is_lowering_cast(node: fx.Node) -> bool:
+    if node.target not in _LOWERING_CASTS:
+        return False
+    argument = node.args[0].meta.get("example_value")  # type: ignore[union-attr]
+    return argument is not None and node.meta["example_value"].dtype is not argument.dtype
+
+
+def _is_weight(node: fx.Node, value: Any) -> bool:
+    """Whether an input is a weight; activations are not."""
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+        return False
+    return is_weight(value) or isinstance(value, torch.nn.Parameter) or is_static_input(node)
+
+
+def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None:
+    """Why the casts of a weight stay in the graph; None where they need not."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) and fake_mode_of([value]) is None:
+        return f"it is a tensor subclass, {type(value).__name__}"
+    if value.layout is not torch.strided:
+        return f"its layout is {value.layout}"
+    if value._is_view() or not value.is_leaf:
+        return "it is a view, or not a leaf of autograd"
+    if value.is_inference():
+        return "it was made in inference mode, where PyTorch does not count what is written to it"
+    if is_managed_by_fsdp(value):
+        return _FSDP
+    storage = value.untyped_storage()._cdata
+    if any(storage == other.untyped_storage()._cdata for other in written):
+        return "the graph writes to its memory"
+    return None
+
+
+def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
+    """Gradients from outside of a graph reach the weight as one term each, those from inside as one
+    sum. Of two terms the sum is the same in any order, of more it is not."""
+    weight = node.meta["example_value"]
+    if not weight.requires_grad:
+        return None
+    others = [user for user in node.users if user not in casts]
+    terms = len(others) + sum(cast.meta["example_value"].requires_grad for cast in casts)
+    if terms > 2 or any(_hands_on(user, weight) for user in others):
+        return "read without a cast, too, its gradients would add up in another order"
+    return None
+
+
+def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
+    """Whether a call may read a weight several times, or gives it to other readers."""
+    storage = weight.untyped_storage()._cdata
+    leaves = pytree.tree_leaves(reader.meta.get("example_value"))
+    return is_higher_order_op(reader.target) or any(
+        isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata == storage
+        for leaf in leaves
+    )
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a graph writes to an input: its fake tensor was made at version 0, which counts
+    writes through views, too. Writes through `.data` are not counted, so reading that is one."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and (
+        value._version > 0 or any(gives_data_attribute(user.target) for user in node.users)
+    )
+
+
+def _leaf_like(weight: Any, cast: Any) -> Any:
+    """A fake tensor for the cast of a fake weight, in the mode the inner compiler traces with."""
+    with fake_mode_of([weight]), torch.no_grad(), disable_autocast():  # type: ignore[union-attr]
+        return weight.detach().to(cast.dtype).requires_grad_(cast.requires_grad)

@@ -1,0 +1,169 @@
+"""The weight plan of a graph: which casts of weights leave it, and when that pays.
+
+A cast outside of the graph is made once for all calls within its lifetime. For a single call it
+costs more than one inside, which the compiler puts right before its reader, while the weight is in
+cache. So a graph is compiled
+
+    casts outside     where autograd records them: in eager mode one cast collects the gradients of
+                      all calls in a scope; and with weight_cache="version"
+    casts inside      otherwise, at first; with the casts outside as well, once a second call comes
+                      in one scope. Which of the two runs is then foretold by the last scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _logging
+from .._torch.aot import compiling_again
+from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
+from ..guards import ShapeGuards
+from ..report import Report, WeightCast
+from ..state import AutocastState
+from .cache import GraphWeights
+from .hoisting import Hoisted, hoist, weight_casts
+from .scope import Scope
+
+log = _logging.log
+
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class WeightPlan:
+    """Which casts of one lowered graph leave it.
+
+    Args:
+        weight_cache: "scope", "version" or "off".
+        ambient: the autocast state around the call.
+        inductor: the config patches Inductor will get; None for another inner compiler.
+        report: told of every cast of a weight.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        weight_cache: str,
+        ambient: AutocastState,
+        inductor: Mapping[str, Any] | None,
+        report: Report,
+    ) -> None:
+        self._graph_module = graph_module
+        self._inputs = inputs
+        self._lasting = weight_cache == "version"
+        self._scoped = bool(ambient.enabled_devices)
+        self._keep_memory = inductor is not None and cuda_graphs_are_on(inductor)
+        reason = _why_none(weight_cache, ambient, inductor)
+        self._casts, told = weight_casts(graph_module, inputs, lasting=self._lasting)
+        if reason is not None:
+            self._casts = {}
+            told = [WeightCast(t.weight, t.dtype, reason) for t in told]
+        report.weights.extend(told)
+
+    def compile(self, compile_graph: Compile) -> Callable[..., Any]:
+        """Compile the graph, with its casts where the plan wants them."""
+        if not self._casts:
+            return compile_graph(self._graph_module, self._inputs)
+        hoisted = hoist(self._graph_module, self._inputs, self._casts, static=self._keep_memory)
+        weights = GraphWeights(
+            hoisted.dtypes,
+            hoisted.grads,
+            lasting=self._lasting,
+            scoped=self._scoped,
+            keep_memory=self._keep_memory,
+        )
+        if self._lasting or any(hoisted.grads):
+            given = [self._inputs[i] for i in hoisted.kept] + hoisted.inputs[len(hoisted.kept) :]
+            return _Outside(hoisted, weights, compile_graph(hoisted.graph_module, given)).call
+        inside = compile_graph(self._graph_module, self._inputs)
+        return _ByUse(hoisted, weights, inside, compile_graph).call
+
+
+class _Outside:
+    """A compiled graph with the casts of its weights outside."""
+
+    def __init__(self, hoisted: Hoisted, weights: GraphWeights, code: Callable[..., Any]) -> None:
+        self._kept = hoisted.kept
+        self._positions = hoisted.weights
+        self._weights = weights
+        self._code = code
+
+    def call(self, *args: Any) -> Any:
+        return self.in_scope(self._weights.scope(), args)
+
+    def in_scope(self, scope: Scope | None, args: Sequence[Any]) -> Any:
+        casts = self._weights.casts([args[i] for i in self._positions], scope)
+        return self._code(*[args[i] for i in self._kept], *casts)
+
+
+class _ByUse:
+    """A graph compiled with its casts inside, and, from the second call in one scope on, with its
+    casts outside, too. Autograd records none of them, so both give the same bits."""
+
+    def __init__(
+        self,
+        hoisted: Hoisted,
+        weights: GraphWeights,
+        inside: Callable[..., Any],
+        compile_graph: Compile,
+    ) -> None:
+        self._inside = inside
+        self._outside: _Outside | None = None
+        self._hoisted = hoisted
+        self._weights = weights
+        self._compile_graph = compile_graph
+        self._configs = compile_configs()
+        self._scope: Scope | None = None
+        self._uses = self._uses_before = 0
+        self._broken: Callable[[Sequence[Any]], str | None] | None = None
+
+    def call(self, *args: Any) -> Any:
+        scope = self._weights.scope()
+        if scope is not self._scope:
+            self._uses_before, self._uses, self._scope = self._uses, 0, scope
+        self._uses += 1
+        if scope is None or max(self._uses, self._uses_before) < 2:
+            return self._call_inside(args)
+        if self._outside is None:
+            self._outside = self._compile()
+        if self._broken is not None and self._broken(args):
+            return self._call_inside(args)
+        return self._outside.in_scope(scope, args)
+
+    def _call_inside(self, args: Sequence[Any]) -> Any:
+        self._weights.passed_over()
+        return self._inside(*args)
+
+    def _compile(self) -> _Outside:
+        hoisted = self._hoisted
+        with compiling_again(hoisted.inputs), self._configs():
+            if self._outside is not None:  # by another thread, meanwhile
+                return self._outside
+            log.info(
+                "a second call in one scope: compiling with %d weights cast outside",
+                len(hoisted.weights),
+            )
+            guards = ShapeGuards(hoisted.inputs)
+            code = self._compile_graph(hoisted.graph_module, hoisted.inputs)
+            self._broken = guards.check(hoisted.arguments)
+            return _Outside(hoisted, self._weights, code)
+
+
+def _why_none(
+    weight_cache: str, ambient: AutocastState, inductor: Mapping[str, Any] | None
+) -> str | None:
+    """Why no cast of a graph may leave it; None where they may."""
+    if weight_cache == "off":
+        return 'weight_cache="off"'
+    if not ambient.cache_enabled:
+        return "the weight cache is off: cache_enabled=False"
+    if weight_cache == "scope" and not ambient.enabled_devices:
+        return "no autocast context is around the call"
+    if inductor is not None and not torch.is_grad_enabled() and freezing_is_on(inductor):
+        return "Inductor's freezing makes weights constants"
+    return None

@@ -1,0 +1,99 @@
+"""The scope of eager autocast's weight cache: until the outermost autocast context exits.
+
+PyTorch tells nobody when that is. So a cast of our own is put into its cache: when the cache is
+cleared, that cast dies, and with it everything tied to the scope - at that moment, by the thread
+that clears the cache, as eager's own casts die.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.aot import outside_of_modes
+
+
+class Contents:
+    """What dies with a scope.
+
+    Attributes:
+        casts: the casts made in it, by weight and dtype.
+        nodes: casts that autograd traces back to their weight: one for all graphs, so that the
+            gradients of all uses add up in the lower precision, as those of eager's cached cast do.
+    """
+
+    __slots__ = ("casts", "nodes")
+
+    def __init__(self) -> None:
+        self.casts: dict[Any, Any] = {}
+        self.nodes: dict[Any, Tensor] = {}
+
+
+class Scope:
+    """One life of eager autocast's weight cache. It is process-wide: whichever thread exits its
+    outermost context first ends it."""
+
+    __slots__ = ("_contents", "_sentinel")
+
+    def __init__(self) -> None:
+        self._contents: Any = Contents()
+        # The callback must be C code, and what it frees must be freed by C code: it runs while the
+        # thread that clears the cache holds ATen's lock of it. Python code could lose the GIL there
+        # to a thread that waits for that lock and does not let go of the GIL: a deadlock.
+        end = functools.partial(setattr, self, "_contents")
+        self._sentinel = weakref.ref(_cast_into_cache(), end)
+
+    @property
+    def contents(self) -> Contents | None:
+        """None once the scope has ended."""
+        contents = self._contents
+        return contents if type(contents) is Contents else None
+
+
+_current: Scope | None = None
+
+
+def current_scope() -> Scope | None:
+    """The scope in force; None where the weight cache is off.
+
+    A scope starts when it is first asked for. Outside of every autocast context it would last until
+    the next one exits: ask only where autocast is on.
+    """
+    global _current
+    if not torch.is_autocast_cache_enabled():
+        return None
+    scope = _current
+    if scope is None or scope.contents is None:
+        scope = _current = Scope()
+    return scope
+
+
+def last_scope() -> Scope | None:
+    """The scope that was in force last; it may have ended."""
+    return _current
+
+
+@functools.cache
+def _leaf() -> Tensor:
+    """Something the cache takes: a float32 leaf that requires grad. Called outside of modes."""
+    return torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
+
+
+def _cast_into_cache() -> Tensor:
+    """A cast that ATen's autocast cache owns. On the CPU, whatever device autocast is on for: the
+    cache is one for all of them, and a flag of the CPU's is all that has to be set for it."""
+    on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    with outside_of_modes(), torch.inference_mode(False), torch.enable_grad():
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        try:
+            product = torch.mm(_leaf(), _leaf())
+        finally:
+            torch.set_autocast_enabled("cpu", on)
+            torch.set_autocast_dtype("cpu", dtype)
+    assert product.grad_fn is not None
+    return product.grad_fn._saved_self  # type: ignore[attr-defined]

@@ -1,0 +1,194 @@
+"""A weight that changes is cast again, however it changes.
+
+Each way to change a weight runs twice: as it is, where the next call must see the new values; and
+without the checks that notice this change, where it must not - so each check is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from autocast_backend.weights import cache
+
+from .support import Net, bf16, data, make, ours
+
+Change = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to change the weights of a `Net` that has gradients.
+
+    Attributes:
+        change: does it.
+        noticed_by: every check that would notice it.
+        prepare: runs before the first call.
+    """
+
+    change: Change
+    noticed_by: tuple[str, ...]
+    prepare: Change = lambda model: None
+
+
+def steps(kind: Any, **arguments: Any) -> Change:
+    def change(model: nn.Module) -> None:
+        kind(model.parameters(), lr=0.5, **arguments).step()
+
+    return change
+
+
+def steps_compiled(kind: Any, **arguments: Any) -> Change:
+    def change(model: nn.Module) -> None:
+        optimizer = kind(model.parameters(), lr=0.5, **arguments)
+        torch.compile(optimizer.step, backend="aot_eager")()
+
+    return change
+
+
+def steps_scaled(model: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def other() -> nn.Module:
+    torch.manual_seed(7)
+    return Net()
+
+
+def assigns_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 2
+
+
+def on_memory_of_ours(model: nn.Module) -> None:
+    for p in model.parameters():
+        memory = bytearray(p.detach().numpy().tobytes())
+        p.memory = memory  # type: ignore[attr-defined]
+        p.data = torch.frombuffer(memory, dtype=torch.float32).view(p.shape)
+
+
+def assigns_data_at_the_old_address(model: nn.Module) -> None:
+    """As an allocator hands out the same memory again."""
+    for p in model.parameters():
+        doubled = (p.detach() * 2).numpy().tobytes()
+        shape, p.data = p.shape, torch.empty(0)
+        p.memory[:] = doubled  # type: ignore[attr-defined]
+        p.data = torch.frombuffer(p.memory, dtype=torch.float32).view(shape)  # type: ignore[attr-defined]
+
+
+def writes_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+def writes_in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+def swaps(model: nn.Module) -> None:
+    for p in model.parameters():
+        fresh = nn.Parameter(p.detach() * 2)
+        assert fresh._version < p._version  # a lower version is a change, too
+        torch.utils.swap_tensors(p, fresh)
+
+
+def loads(assign: bool) -> Change:
+    return lambda model: model.load_state_dict(other().state_dict(), assign=assign)
+
+
+def averages(model: nn.Module) -> None:
+    theirs = list(other().parameters())
+    torch._foreach_lerp_([p.detach() for p in model.parameters()], theirs, 0.5)
+
+
+def fills_from_a_vector(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 2, model.parameters())
+
+
+def writes_from_another_thread(model: nn.Module) -> None:
+    thread = threading.Thread(target=writes_in_place, args=(model,))
+    thread.start()
+    thread.join()
+
+
+CASES = {
+    **{
+        f"{kind.__name__}-{name}": Case(steps(kind, **how), ("version", "step"))
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+        for name, how in (("plain", {"foreach": False}), ("foreach", {"foreach": True}))
+    },
+    **{
+        f"{kind.__name__}-fused": Case(steps(kind, fused=True), ("step",))
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    },
+    "compiled-SGD": Case(steps_compiled(torch.optim.SGD), ("version", "step")),
+    "compiled-Adam-fused": Case(steps_compiled(torch.optim.Adam, fused=True), ("version", "step")),
+    "grad-scaler": Case(steps_scaled, ("step",)),
+    "p.data": Case(assigns_data, ("address", "storage")),
+    "p.data-same-address": Case(assigns_data_at_the_old_address, ("storage",), on_memory_of_ours),
+    "in-place": Case(writes_in_place, ("version",)),
+    "in-inference-mode": Case(writes_in_inference_mode, ("version",)),
+    "swap_tensors": Case(swaps, ("address", "storage", "version")),
+    "load_state_dict": Case(loads(assign=False), ("version",)),
+    "ema": Case(averages, ("version",)),
+    "vector_to_parameters": Case(fills_from_a_vector, ("address", "storage", "version")),
+    "thread": Case(writes_from_another_thread, ("version",)),
+}
+
+
+def without(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one check out of the cache."""
+    if check == "step":
+        monkeypatch.setattr(cache, "_all_casts", lambda: iter(()))
+    elif check == "storage":
+        monkeypatch.setattr(cache, "_storage", lambda weight, when_freed=None: lambda: True)
+    else:
+        monkeypatch.setattr(cache, f"_{check}", lambda weight: 0)
+
+
+def outputs_before_and_after(case: Case, weight_cache: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A call, the change, and a second call in the same autocast context."""
+    torch._dynamo.reset()
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=weight_cache))
+    case.prepare(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with bf16():
+        before = compiled(x).detach().clone()
+        case.change(model)
+        return before, compiled(x).detach().clone()
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_changed_weight_is_cast_again(name: str, lifetime: str) -> None:
+    before, after = outputs_before_and_after(CASES[name], lifetime)
+    _, expected = outputs_before_and_after(CASES[name], "off")
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before), "a change that shows nothing"
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize("name", CASES)
+def test_without_its_checks_it_is_not(
+    name: str, lifetime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for check in CASES[name].noticed_by:
+        without(check, monkeypatch)
+    before, after = outputs_before_and_after(CASES[name], lifetime)
+    assert torch.equal(after, before)
