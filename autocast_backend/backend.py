@@ -20,6 +20,7 @@ from ._torch.dynamo import counters, lookup_backend, timed
 from ._torch.fake_tensors import fake_inputs
 from .backward import Assumption, Region
 from .lowering import Context, lower
+from .modules import bind
 from .options import Options, parse_options
 from .propagate import propagate
 from .regions import source_line
@@ -52,14 +53,19 @@ def smart_autocast(
 
     Raises:
         OptionValueError, OptionTypeError: before any work, for options that cannot be.
+        PolicyError: an override that names no module, or that a call cannot take.
         RegionError: the graph's autocast regions do not nest.
     """
     parsed = parse_options(options, mode)
     now = AutocastState.current()
-    context = Context(ambient=now.inside(parsed.autocast), validate=parsed.validate)
+    context = Context(
+        ambient=now.inside(parsed.autocast),
+        validate=parsed.validate,
+        overrides=bind(parsed.policies, graph_module),
+    )
     report = context.report
     with timed("lower"):
-        if parsed.autocast:
+        if parsed.autocast or parsed.policies:
             graph_module = propagate(graph_module, context)
         graph_module = lower(graph_module, context)
     with report.timed("weights"):
@@ -165,6 +171,7 @@ def _tell(graph_module: fx.GraphModule, context: Context) -> None:
     counted["lowered"] += report.lowered
     counted["untouched"] += report.untouched
     counted["bracketed"] += len(report.bracketed)
+    counted["overridden"] += report.overridden
     counted["casts"] += report.casts
     counted["checked"] += report.checked
     if not report.nodes:

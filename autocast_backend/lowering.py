@@ -27,7 +27,8 @@ from torch import fx
 
 from ._torch.fake_tensors import fake_mode_of
 from .other_dtypes import judge_other_dtypes
-from .planning import plan_graph
+from .overrides import Overrides
+from .planning import Overridden, plan_graph
 from .proving import judge
 from .regions import Placement, is_region_node
 from .report import Report
@@ -43,12 +44,16 @@ class Context:
         ambient: the autocast state around the compiled call.
         validate: "dtype", "strict" or "off".
         other_dtypes: whether each call is proved for other floating-point dtypes than float32 too.
+        overrides: the option `policies`.
+        overridden: the calls that it names; `propagate` finds them.
         report: filled in as the passes run.
     """
 
     ambient: AutocastState
     validate: str = "strict"
     other_dtypes: bool = False
+    overrides: Overrides = field(default_factory=Overrides)
+    overridden: dict[fx.Node, Overridden] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
 
 
@@ -68,7 +73,7 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     with report.timed("regions"):
         scope = 0 if context.ambient.enabled_devices else None
         outside = Placement(context.ambient, scope)
-        plans = list(plan_graph(graph_module, outside, torch.is_grad_enabled()))
+        plans = list(plan_graph(graph_module, outside, torch.is_grad_enabled(), context.overridden))
     candidates = [c for plan in plans for c in plan.candidates]
     fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])
     with report.timed("validation"):

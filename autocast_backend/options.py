@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,12 +12,12 @@ from ._torch.configs import (
     inductor_mode_options,
 )
 from ._torch.dynamo import backend_names, pass_through_error
+from .overrides import Overrides, parse_overrides
+from .spelling import nearest
 from .state import check_autocast_arguments
 
 _PassThrough = pass_through_error()
 
-# Part of the public surface, but not built yet. Accepting one without effect would be a lie.
-_PLANNED = ("policies",)
 _VALIDATE = ("dtype", "strict", "off")
 _WEIGHT_CACHE = ("scope", "version", "off")
 _BACKWARD = ("auto", "same_as_forward", "off")
@@ -61,6 +60,11 @@ class Options:
     """What happens when `backward_pass_autocast` is not "auto", a backward runs under another state
     and would have been another computation there: "warn", "error" or "do_nothing"."""
 
+    policies: Overrides = field(default_factory=Overrides)
+    """Overrides of autocast's policies, by op and by module: `{"op": {"aten::softmax":
+    "lower_precision_fp"}, "module": {"blocks.*.router": "fp32", "lm_head": "off"}}`. They change
+    results, of the calls they name alone: see docs/policies.md."""
+
     weight_cache: str = "scope"
     """How long the cast of a weight lives. "scope": as in eager mode, until the outermost autocast
     context exits, shared by all graphs that read the weight; a weight that changes meanwhile is
@@ -88,17 +92,14 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
     given = dict(options or {})
     names = [f.name for f in fields(Options)]
     for name in given:
-        if name in _PLANNED:
-            raise OptionValueError(
-                f"option {name!r} is not built yet; remove it (available: {', '.join(names)})"
-            )
         if name not in names:
-            raise OptionValueError(f"unknown option {name!r}; expected {_nearest(name, names)}")
+            raise OptionValueError(f"unknown option {name!r}; expected {nearest(name, names)}")
     given["inner"] = _check_inner(given.get("inner", Options.inner))
     given["autocast"] = _check_autocast("autocast", given.get("autocast"), "None")
     given["backward_pass_autocast"] = _check_backward(
         given.get("backward_pass_autocast", backward_pass_autocast_config())
     )
+    given["policies"] = _check_policies(given.get("policies"))
     for name, known in (
         ("on_backward_autocast_mismatch", _ON_MISMATCH),
         ("weight_cache", _WEIGHT_CACHE),
@@ -121,7 +122,7 @@ def _check_inner(inner: Any) -> str | Callable[..., Any]:
         raise OptionValueError("option 'inner': expected another backend than 'smart_autocast'")
     if inner not in names:
         raise OptionValueError(
-            f"option 'inner': no backend is called {inner!r}; expected {_nearest(inner, names)}"
+            f"option 'inner': no backend is called {inner!r}; expected {nearest(inner, names)}"
         )
     return inner
 
@@ -145,6 +146,15 @@ def _check_autocast(name: str, given: Any, other: str) -> tuple[Mapping[str, Any
     return tuple(entries)
 
 
+def _check_policies(given: Any) -> Overrides:
+    try:
+        return parse_overrides("option 'policies'", given)
+    except TypeError as error:
+        raise OptionTypeError(str(error)) from None
+    except ValueError as error:
+        raise OptionValueError(str(error)) from None
+
+
 def _check_backward(given: Any) -> str | tuple[Mapping[str, Any], ...]:
     name = "backward_pass_autocast"
     if given is None:
@@ -159,7 +169,7 @@ def _check_choice(name: str, given: Any, known: tuple[str, ...]) -> str:
         raise OptionTypeError(f"option {name!r}: expected a string; got {given!r}")
     if given not in known:
         raise OptionValueError(
-            f"option {name!r}: unknown value {given!r}; expected {_nearest(given, known)}"
+            f"option {name!r}: unknown value {given!r}; expected {nearest(given, known)}"
         )
     return given
 
@@ -178,19 +188,11 @@ def _check_inductor(given: Any, mode: str | None, inner: Any) -> Mapping[str, An
         if name not in known:
             raise OptionValueError(
                 f"option 'inductor': unknown Inductor config {name!r}; "
-                f"expected {_nearest(name, known)}"
+                f"expected {nearest(name, known)}"
             )
     if not mode:
         return patches
     modes = inductor_mode_options()
     if mode not in modes:
-        raise OptionValueError(f"unknown mode {mode!r}; expected {_nearest(mode, modes)}")
+        raise OptionValueError(f"unknown mode {mode!r}; expected {nearest(mode, modes)}")
     return {**modes[mode], **patches}
-
-
-def _nearest(name: str, valid: Any) -> str:
-    """The valid names most like `name`, or all of them where they are few."""
-    close = difflib.get_close_matches(name, list(valid), n=3, cutoff=0.5)
-    if close:
-        return " or ".join(map(repr, close))
-    return "one of " + ", ".join(sorted(map(str, valid))[:20])

@@ -5,8 +5,8 @@ Nothing is changed yet, and nothing is proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ from ._torch.dynamo import is_functorch_transform, is_higher_order_op, is_set_gr
 from .bodies import Bodies
 from .recipes import Recipe, tensor_arguments
 from .regions import Placement, find_regions, is_region_node
+from .state import AutocastState
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Candidate:
         recipe: the casts to write; None where the call is left alone.
         refused: why it stays under autocast; None where it does not.
         shared: numbers of the arguments whose cast other calls read too.
+        overridden: whether the recipe is a user's wish, which autocast does not judge.
     """
 
     node: fx.Node
@@ -39,6 +41,7 @@ class Candidate:
     recipe: Recipe | None = None
     refused: str | None = None
     shared: tuple[int, ...] = ()
+    overridden: bool = False
 
 
 @dataclass
@@ -50,7 +53,25 @@ class Plan:
     regions: list[fx.Node] = field(default_factory=list)
 
 
-def plan_graph(module: fx.GraphModule, outside: Placement, grad: bool) -> Iterator[Plan]:
+@dataclass(frozen=True)
+class Overridden:
+    """A call that the option `policies` names.
+
+    Attributes:
+        state: the autocast state it is lowered for.
+        recipe: the casts it gets, whatever autocast would do; None: what autocast does in `state`.
+    """
+
+    state: AutocastState
+    recipe: Recipe | None
+
+
+def plan_graph(
+    module: fx.GraphModule,
+    outside: Placement,
+    grad: bool,
+    overridden: Mapping[fx.Node, Overridden],
+) -> Iterator[Plan]:
     """The plan of a graph that stands at `outside`, then those of the bodies it runs in place.
 
     Raises:
@@ -72,27 +93,35 @@ def plan_graph(module: fx.GraphModule, outside: Placement, grad: bool) -> Iterat
         inside = transforms
         transforms += is_functorch_transform(node.target)
         candidate = Candidate(node, position, placements[node], grad)
-        if is_higher_order_op(node.target):
-            if (body := bodies.of(node)) is not None:
-                inner.append((body.module, placements[node], body.call.grad_mode(node, grad)))
-                continue
-            candidate.refused = f"the higher-order op {node.target} is not lowered yet"
-        elif node.op == "call_module":
-            candidate.refused = "a call of a submodule is not looked into"
-        elif inside or transforms:
-            candidate.refused = "it stands inside a torch.func transform"
-        elif not _touches_tensors(node):
+        if is_higher_order_op(node.target) and (body := bodies.of(node)) is not None:
+            inner.append((body.module, placements[node], body.call.grad_mode(node, grad)))
             continue
-        if placements[node].state.enabled_devices:
-            if candidate.refused is None:
-                candidate.recipe = recipes.build(node, placements[node].state)
+        candidate.refused = refusal(node, bool(inside or transforms))
+        if candidate.refused is None and not touches_tensors(node):
+            continue
+        if (asked := overridden.get(node)) is not None:
+            candidate.placement = replace(placements[node], state=asked.state)
+            candidate.recipe, candidate.overridden = asked.recipe, asked.recipe is not None
+        if candidate.placement.state.enabled_devices:
+            if candidate.refused is None and not candidate.overridden:
+                candidate.recipe = recipes.build(node, candidate.placement.state)
             plan.candidates.append(candidate)
     yield plan
     for body_module, placement, body_grad in inner:
-        yield from plan_graph(body_module, placement, body_grad)
+        yield from plan_graph(body_module, placement, body_grad, overridden)
 
 
-def _touches_tensors(node: fx.Node) -> bool:
+def refusal(node: fx.Node, inside_transform: bool) -> str | None:
+    """Why a call is not even tried; None where it is."""
+    if is_higher_order_op(node.target):
+        return f"the higher-order op {node.target} is not lowered yet"
+    if node.op == "call_module":
+        return "a call of a submodule is not looked into"
+    return "it stands inside a torch.func transform" if inside_transform else None
+
+
+def touches_tensors(node: fx.Node) -> bool:
+    """Whether tensors go into a call or come out of it."""
     values = [node.meta.get("example_value")]
     values += [n.meta.get("example_value") for n in tensor_arguments(node)]
     return any(isinstance(v, (torch.Tensor, tuple, list)) for v in values)

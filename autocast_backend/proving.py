@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from . import recipes
-from .planning import Candidate
+from .planning import Candidate, touches_tensors
 from .policies import Policy
 from .recipes import Recipe, tensor_arguments
 from .report import Report
@@ -25,12 +25,13 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
     Args:
         validate: "strict" or "dtype"; "off" asks nothing and believes the policy table.
     """
-    if validate == "off":
-        for c in candidates:
+    for c in candidates:
+        if c.overridden or validate == "off":
             c.shared = _shared_by_name(c)
+    if validate == "off":
         return
     strict = validate == "strict"
-    asked = [c for c in candidates if c.refused is None]
+    asked = [c for c in candidates if c.refused is None and not c.overridden]
     keys = [key_of(c.node, c.recipe, c.placement.state, c.grad, strict) for c in asked]
     verdicts = Verdicts(keys)
     for c, key in zip(asked, keys, strict=True):
@@ -54,7 +55,7 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
 
     def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:
         return observe(
-            lambda: _follow(c.node, recipe), under, fake_mode, c.grad, state.cache_enabled
+            lambda: follow(c.node, recipe), under, fake_mode, c.grad, state.cache_enabled
         )
 
     ours = watch(c.recipe or Recipe(), None)
@@ -77,6 +78,25 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
     shareable = difference(eager, watch(given, state), "ops") is None
     return Verdict(reason, shared if shareable else ())
+
+
+def treats(c: Candidate, fake_mode: Any, validate: str, known: dict[str, bool]) -> bool:
+    """Whether autocast treats a call: by the policy table, or because the call without casts is not
+    proved equal.
+
+    Args:
+        known: answers that were given before, to be kept by the caller.
+    """
+    state = c.placement.state
+    if c.refused is not None or recipes.build(c.node, state) is not None:
+        return True
+    if validate == "off" or not touches_tensors(c.node):
+        return False
+    key = key_of(c.node, None, state, c.grad, validate == "strict")
+    if key not in known:
+        verdict = _validate(c, fake_mode, validate == "strict")
+        known[key] = verdict.reason is not None or bool(verdict.found)
+    return known[key]
 
 
 def _casts_seen(
@@ -105,7 +125,7 @@ def _shared_by_name(c: Candidate) -> tuple[int, ...]:
     return tuple(i for i, _ in c.recipe.casts if _is_cached(arguments[i], c.placement.state))
 
 
-def _follow(node: fx.Node, recipe: Recipe) -> Any:
+def follow(node: fx.Node, recipe: Recipe) -> Any:
     """Run a call on the example values of its arguments."""
     fresh = _replicas() if looks_mutating(node) else lambda value: value
     target, args, kwargs = recipes.apply(

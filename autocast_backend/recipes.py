@@ -19,7 +19,7 @@ from .policies import COMPOSITES, Policy, find_policy, op_name
 from .state import AutocastState, DeviceAutocast
 
 _SMART = torch.ops.smart_autocast
-_FULL = _SMART.autocast_to_full_precision.default
+FULL = _SMART.autocast_to_full_precision.default
 _LOWER = {
     torch.bfloat16: _SMART.autocast_to_bf16.default,
     torch.float16: _SMART.autocast_to_fp16.default,
@@ -87,14 +87,17 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def build(node: fx.Node, state: AutocastState) -> Recipe | None:
+def build(node: fx.Node, state: AutocastState, instead: Policy | None = None) -> Recipe | None:
     """The recipe of a call under `state`; None where no policy of the table applies.
+
+    Args:
+        instead: a policy to apply in the place of the table's.
 
     Left alone: calls with `out=`, which autocast does not touch; arguments that are not dense
     floating tensors of a device type that is switched on.
     """
     name = op_name(node)
-    if not name or node.kwargs.get("out") is not None:
+    if not (name or instead) or node.kwargs.get("out") is not None:
         return None
     arguments = [n.meta.get("example_value") for n in tensor_arguments(node)]
     casts: list[tuple[int, Cast]] = []
@@ -104,13 +107,15 @@ def build(node: fx.Node, state: AutocastState) -> Recipe | None:
     mixed = len(set(places.values())) > 1
     for device in state.enabled_devices:
         mine = tuple(i for i, place in places.items() if place == device.device_type)
-        policy = find_policy(name, device.device_type) if mine else None
+        if not mine:
+            continue
+        policy = instead or find_policy(name, device.device_type)
         limit = device.device_type if mixed else None
         if policy in (Policy.LOWER_PRECISION_FP, Policy.FP32):
             casts += [(i, _cast(policy, device, limit)) for i in mine]
         elif policy is Policy.PROMOTE:
             promoted.append((mine, limit))
-        elif policy is Policy.FP32_SET_OPT_DTYPE:
+        elif policy is Policy.FP32_SET_OPT_DTYPE and name:
             with_dtype = _overload_with_dtype(name, node)
     direct = not any(name in COMPOSITES.get(d.device_type, {}) for d in state.enabled_devices)
     recipe = Recipe(tuple(casts), tuple(promoted), with_dtype, direct)
@@ -126,7 +131,7 @@ def of_casts(node: fx.Node, state: AutocastState, casts: Iterable[tuple[int, Pol
 
 def _cast(policy: Policy, device: DeviceAutocast, limit: str | None) -> Cast:
     if policy is Policy.FP32:
-        return Cast(_FULL, (), limit)
+        return Cast(FULL, (), limit)
     if device.dtype in _LOWER:
         return Cast(_LOWER[device.dtype], (), limit)
     return Cast(_SMART.autocast_to_reduced_precision.default, (device.dtype,), limit)

@@ -59,6 +59,8 @@ class Report:
         lowered: nodes whose policy became smart casts.
         untouched: nodes inside a region that autocast leaves alone.
         bracketed: nodes that stay under real autocast.
+        overridden: nodes that the option `policies` names and autocast would treat otherwise; most
+            are among the lowered ones, those that are "off" are in no other count.
         casts: smart cast nodes added (weights shared by several readers count once).
         weights: the casts of weights among them, and where each is made.
         checked: distinct calls that were validated in this compilation; the others were known.
@@ -68,6 +70,7 @@ class Report:
     lowered: int = 0
     untouched: int = 0
     bracketed: list[Bracketed] = field(default_factory=list)
+    overridden: int = 0
     casts: int = 0
     weights: list[WeightCast] = field(default_factory=list)
     checked: int = 0
@@ -91,4 +94,5 @@ class Report:
         return (
             f"{self.lowered} nodes lowered, {self.untouched} untouched, "
             f"{len(self.bracketed)} bracketed; {self.casts} casts"
+            + (f"; {self.overridden} calls overridden" if self.overridden else "")
         )

@@ -10,6 +10,9 @@ from torch import fx
 from ._torch.autocast import wrap_with_autocast
 from .graphs import copy_graph as copy_graph
 from .lowering import Context, lower
+from .modules import bind
+from .overrides import parse_overrides
+from .propagate import propagate
 from .regions import hops_to_regions, nodes_of, regions_to_hops
 from .state import AutocastState
 
@@ -18,7 +21,7 @@ def lower_autocast(
     graph_module: fx.GraphModule,
     *,
     ambient: AutocastState | Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
-    policies: None = None,
+    policies: Mapping[str, Any] | None = None,
 ) -> fx.GraphModule:
     """Rewrite the autocast regions of a graph into smart casts.
 
@@ -29,7 +32,8 @@ def lower_autocast(
             a fake tensor, in `meta["example_value"]` or `meta["val"]`. It is left as it is.
         ambient: the autocast state around the graph: an `AutocastState`, the arguments of one
             `torch.autocast`, or a sequence of them. Regions inside the graph come on top.
-        policies: overrides of the policy table; not built yet, so only None.
+        policies: overrides, as the option `policies` of the backend takes them. The names of
+            modules are those that the nodes know (`meta["nn_module_stack"]`).
 
     Returns:
         A new graph, to be run with autocast off. Its smart casts hold no dtype of the tensors they
@@ -40,6 +44,7 @@ def lower_autocast(
     Raises:
         TypeError, ValueError: an argument that is not what it should be, or a graph without example
             values.
+        PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
     """
     if not isinstance(graph_module, fx.GraphModule):
@@ -47,10 +52,9 @@ def lower_autocast(
             "graph_module: expected a torch.fx.GraphModule, such as Dynamo gives a backend; "
             f"got {type(graph_module).__name__}"
         )
-    if policies is not None:
-        raise ValueError(f"policies: overrides are not built yet; expected None, got {policies!r}")
+    overrides = bind(parse_overrides("policies", policies), graph_module)
     flat, _ = hops_to_regions(graph_module)
-    lower_flat(flat, Context(ambient=AutocastState.of(ambient)))
+    lower_flat(flat, Context(ambient=AutocastState.of(ambient), overrides=overrides))
     if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
         flat, _ = regions_to_hops(flat)
     return flat
@@ -59,13 +63,13 @@ def lower_autocast(
 def lower_flat(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """`lower`, in place, for graphs that keep their values in `meta["val"]` too."""
     traced = not any("example_value" in n.meta for n in nodes_of(graph_module))
-    if not traced:
-        return lower(graph_module, context)
     for node in nodes_of(graph_module):
-        if "val" in node.meta:
+        if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
+    if context.overrides:
+        propagate(graph_module, context)
     lower(graph_module, context)
     for node in nodes_of(graph_module):
-        if "example_value" in node.meta:
-            node.meta.setdefault("val", node.meta.pop("example_value"))
+        if traced and "example_value" in node.meta:
+            node.meta["val"] = node.meta.pop("example_value")
     return graph_module

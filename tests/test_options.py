@@ -23,7 +23,7 @@ def compile_with(options: dict[str, Any] | None = None, mode: str | None = None)
     ("options", "words"),
     [
         ({"iner": "aot_eager"}, r"unknown option 'iner'; expected 'inner'"),
-        ({"policies": {}}, r"'policies' is not built yet"),
+        ({"policies": {"ops": {}}}, r"'policies': unknown key 'ops'"),
         ({"weight_cache": "scop"}, r"'weight_cache': .*'scop'; expected 'scope'"),
         ({"backward_pass_autocast": "of"}, r"'backward_pass_autocast': .*'of'; expected 'off'"),
         (

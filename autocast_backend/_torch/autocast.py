@@ -15,6 +15,7 @@ __all__ = [
     "autocast_device_types",
     "autocast_registrations",
     "disable_autocast",
+    "dispatched_ops",
     "enter_autocast",
     "exit_autocast",
     "has_autocast_kernel",
@@ -30,6 +31,13 @@ def autocast_device_types() -> tuple[str, ...]:
 def autocast_registrations(device_type: str) -> list[str]:
     """The dispatcher's own list of ops with an autocast kernel, as `aten::name.overload`."""
     return torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type))
+
+
+def dispatched_ops() -> frozenset[str]:
+    """Every op the dispatcher knows, those of other libraries too, as `aten::name`: public calls
+    see an op only once it is used."""
+    names = torch._C._dispatch_get_all_op_names()
+    return frozenset(name.partition(".")[0] for name in names)
 
 
 def disable_autocast() -> contextlib.AbstractContextManager[None]:

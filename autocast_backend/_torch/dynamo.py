@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,19 @@ def compile_lock() -> contextlib.AbstractContextManager[Any]:
     return compile_lock
 
 
+def compiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The local and global variables of the function Dynamo compiles at this moment, where a
+    backend is called by Dynamo. A graph's nodes name modules by the variable they were reached
+    through; nothing public leads from there to the modules themselves."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:  # no translation on this thread
+        return None
+    return dict(output.local_scope), dict(output.global_scope)
+
+
 def is_functorch_transform(target: Any) -> int:
     """+1 where a graph node enters a `torch.func` transform, -1 where it leaves one, else 0.
 
@@ -61,6 +74,18 @@ def is_functorch_transform(target: Any) -> int:
     if name.endswith("_increment_nesting"):
         return 1
     return -1 if name.endswith("_decrement_nesting") else 0
+
+
+@contextlib.contextmanager
+def functorch_levels_restored() -> Iterator[None]:
+    """Leave no `torch.func` transform open when a graph that enters one raises before it leaves."""
+    from torch._C import _functorch
+
+    depth = _functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def is_higher_order_op(target: Any) -> bool:
