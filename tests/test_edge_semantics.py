@@ -1,0 +1,383 @@
+"""Corners of autocast, one test each: the compiled call does what eager autocast does there.
+
+On the CPU by bits, outputs and gradients, against the oracle (`backend="eager"`). On CUDA by
+dtypes, on fake tensors, against real CUDA autocast on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from autocast_backend.state import AutocastState
+from tests.aot.harness import plain
+from tests.aot.test_subclasses import Wrapped
+from tests.conformance.one_call import call_under, compare, lowered
+from tests.support import BF16, FP16, assert_same_bits, targets, tensors
+
+CUDA_FP16 = {"device_type": "cuda", "dtype": torch.float16}
+Function = Callable[..., Any]
+
+
+RAISED = ("Unexpected floating ScalarType", "to have the same dtype")
+"""What the errors compared here say; the rest of a message tells who raised it."""
+
+
+def randn(*shape: int, **arguments: Any) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + 7), **arguments)
+
+
+def outcome(
+    function: Function, inputs: tuple[Any, ...], around: list[dict], **compile_arguments: Any
+) -> list[Any]:
+    """Outputs and the gradients of all inputs that can have one; or the error, where it raises."""
+    torch._dynamo.reset()
+    given = [
+        t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+        for t in inputs
+    ]
+    with contextlib.ExitStack() as stack:
+        for region in around:
+            stack.enter_context(torch.autocast(**region))
+        try:
+            outputs = torch.compile(function, fullgraph=True, **compile_arguments)(*given)
+        except (RuntimeError, TypeError) as error:
+            return [word for word in RAISED if word in str(error)]
+    losses = [t.float().square().mean() for t in tensors(outputs) if t.requires_grad]
+    if losses:
+        torch.stack(losses).sum().backward()
+    grads = [t.grad for t in given if isinstance(t, torch.Tensor)]
+    return [*plain(outputs), *plain(grads)]
+
+
+def check(
+    function: Function,
+    *inputs: Any,
+    around: list[dict] | None = None,
+    lowered: bool = True,
+    bracketed: int = 0,
+) -> list[Any]:
+    """Compare with the oracle, and return what both gave. The counts say that something was
+    compared: a call that autocast changes, and no bracket to hide in."""
+    counters.clear()
+    options = {"inner": "aot_eager"}
+    actual = outcome(function, inputs, around or [], backend="smart_autocast", options=options)
+    counted = counters["smart_autocast"]
+    assert (counted["lowered"] > 0) == lowered, dict(counted)
+    assert counted["bracketed"] == bracketed, dict(counted)
+    expected = outcome(function, inputs, around or [], backend="eager")
+    assert_same_bits(actual, expected)
+    return expected
+
+
+def matmul_and_more(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x @ w
+    return y, torch.cat([y, y + 1]), F.mse_loss(y, w), (y * w).softmax(-1), F.linear(y, w)
+
+
+def test_cache_enabled_false() -> None:
+    """Each use of the weight has a cast of its own: the two gradients add up in float32."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, cached: bool) -> torch.Tensor:
+        with torch.autocast(**BF16, cache_enabled=cached):
+            return (x @ w).sin() @ w
+
+    x, w = randn(8, 8), randn(8, 8).requires_grad_()
+    on, off = (check(function, x, w, cached) for cached in (True, False))
+    assert torch.equal(on[0], off[0])
+    assert not torch.equal(on[2], off[2])
+
+
+def test_nested_regions_of_different_dtypes() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast(**BF16):
+            a = x @ w
+            with torch.autocast(**FP16):
+                b = a @ v
+                with torch.autocast("cpu"):  # the dtype in force: float16
+                    c = b @ v
+                with torch.autocast("cpu", enabled=False):
+                    d = c.float() @ w
+            return a, b, c, d, d @ w
+
+    out = check(function, randn(8, 8), randn(8, 8).requires_grad_(), randn(8, 8).requires_grad_())
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    assert [t.dtype for t in out[:5]] == [bf16, fp16, fp16, fp32, bf16]
+
+
+def test_a_weight_in_nested_regions_of_different_dtypes() -> None:
+    """Eager's weight cache does not look at dtypes: the inner region finds the outer cast, and
+    the product raises. A compiled one gets the cast it asks for, stock's too."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast(**BF16):
+            a = x @ w
+            with torch.autocast(**FP16):
+                return a, a @ w
+
+    inputs = randn(8, 8), randn(8, 8).requires_grad_()
+    assert outcome(function, inputs, [], backend="eager") == [RAISED[1]]
+    options = {"inner": "aot_eager"}
+    ours = outcome(function, inputs, [], backend="smart_autocast", options=options)
+    assert_same_bits(ours, outcome(function, inputs, [], backend="aot_eager"))
+    assert [t.dtype for t in ours[:2]] == [torch.bfloat16, torch.float16]
+
+
+def test_nested_regions_of_different_device_types() -> None:
+    """On the CPU, a region of another device type changes nothing, nor does switching it off."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast(**BF16):
+            with torch.autocast("xpu", enabled=False):
+                a = x @ w
+            with torch.autocast("cpu", enabled=False), torch.autocast("xpu", dtype=torch.bfloat16):
+                b = x @ w
+            return a, b
+
+    out = check(function, randn(8, 8), randn(8, 8).requires_grad_())
+    assert [t.dtype for t in out[:2]] == [torch.bfloat16, torch.float32]
+
+
+def test_fp16_autocast_on_the_cpu() -> None:
+    out = check(matmul_and_more, randn(8, 8), randn(8, 8).requires_grad_(), around=[FP16])
+    assert out[0].dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("region", "given"),
+    [(FP16, torch.bfloat16), (BF16, torch.float16)],
+    ids=["bf16 under fp16", "fp16 under bf16"],
+)
+def test_inputs_in_the_other_lower_precision(region: dict, given: torch.dtype) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x @ w, F.mse_loss(x, w), x.softmax(-1), x + w
+
+    x, w = randn(8, 8).to(given), randn(8, 8).requires_grad_()
+    assert check(function, x, w, around=[region])[0].dtype is region["dtype"]
+
+
+def test_promoting_the_two_lower_precisions_raises_as_in_eager() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, y])
+
+    x, y = randn(4, 4).to(torch.float16), randn(4, 4).to(torch.bfloat16)
+    assert check(function, x, y, around=[BF16], lowered=False) == [RAISED[0]]
+
+
+def test_float64_inputs_are_left_alone() -> None:
+    x, w = randn(8, 8, dtype=torch.float64), randn(8, 8, dtype=torch.float64).requires_grad_()
+    assert check(matmul_and_more, x, w, around=[BF16])[0].dtype is torch.float64
+
+
+def test_float64_mixed_with_float32() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.stack([x, y]), F.mse_loss(x, y), x * y
+
+    x, y = randn(8, 8, dtype=torch.float64), randn(8, 8).requires_grad_()
+    assert check(function, x, y, around=[BF16])[0].dtype is torch.float64
+
+
+def test_complex_inputs_are_left_alone() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        z = torch.view_as_complex(x @ y)
+        return (z @ z.t()).abs(), torch.fft.fft(y).abs(), torch.cat([z, z]).real
+
+    check(function, randn(2, 2).bfloat16(), randn(2, 2).requires_grad_(), around=[BF16])
+
+
+def test_tensors_without_dimensions() -> None:
+    def function(x: torch.Tensor, s: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
+        return (
+            torch.stack([s, s.bfloat16()]),
+            F.mse_loss(s, s * 2),
+            torch.addmm(s, x, x),
+            x @ x * s,
+            s**n,
+        )
+
+    check(function, randn(8, 8), torch.tensor(3.5).requires_grad_(), 2, around=[BF16])
+
+
+def test_empty_tensors() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ w
+        return (
+            y,
+            torch.cat([y, w]),
+            F.linear(x, w),
+            y.sum(),
+            F.mse_loss(y, w[:0] @ w, reduction="sum"),
+        )
+
+    check(function, randn(0, 8), randn(8, 8).requires_grad_(), around=[BF16])
+
+
+def test_no_inner_dimension() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x @ w, torch.addmm(w.new_ones(8), x, w), F.linear(x, w.t())
+
+    check(function, randn(8, 0), torch.empty(0, 8).requires_grad_(), around=[BF16])
+
+
+def test_an_empty_list() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x @ x, x.new_empty(0)])
+
+    check(function, randn(8, 8).requires_grad_(), around=[BF16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_inputs(dtype: torch.dtype) -> None:
+    """Autocast casts them like any other floating tensor."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return F.linear(x, w), F.mse_loss(x, w), x @ w
+
+    assert (
+        check(function, randn(8, 8).to(dtype), randn(8, 8).requires_grad_(), around=[BF16])[0].dtype
+        is torch.bfloat16
+    )
+
+
+def pair(t: torch.Tensor) -> TwoTensor:
+    return TwoTensor(t, t * 2)
+
+
+@pytest.mark.parametrize("region", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "make", [pair, lambda t: Wrapped(t, "label")], ids=["TwoTensor", "wrapper"]
+)
+def test_tensor_subclasses(make: Function, region: dict) -> None:
+    """As inputs and as weights; both their parts are cast, in one cast of the whole."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.linear(x, w)
+        return y, torch.cat([y, y.float()]), (y.sin() @ w).softmax(-1)
+
+    x, w = randn(8, 8), randn(8, 8).requires_grad_()
+    kind = type(make(x)).__name__
+    assert kind in check(lambda a, b: function(make(a), b), x, w, around=[region])
+    assert kind in check(lambda a, b: function(a, make(b)), x, w, around=[region])
+
+
+@pytest.fixture
+def _one_process(tmp_path: Any) -> Iterator[None]:
+    from torch import distributed
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_dtensor_on_one_process() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+        b = DTensor.from_local(w, mesh, [Replicate()], run_check=False)
+        y = F.linear(a, b)
+        return F.linear(y.relu(), b).to_local()
+
+    out = check(function, randn(8, 8), randn(8, 8).requires_grad_(), around=[BF16])
+    assert out[0].dtype is torch.bfloat16
+
+
+def test_nested_jagged_tensors() -> None:
+    layer = nn.Linear(8, 8)
+
+    def function(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        x = torch.nested.nested_tensor_from_jagged(values, offsets)
+        return layer(layer(x).relu()).values()
+
+    offsets = torch.tensor([0, 2, 3, 7])
+    out = check(function, randn(7, 8).requires_grad_(), offsets, around=[BF16])
+    assert out[0].dtype is torch.bfloat16
+
+
+def test_is_autocast_enabled_read_inside_the_region() -> None:
+    """Dynamo reads the state while it traces, from the region it is in."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**FP16):
+            if torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("xpu"):
+                x = (x @ x).to(torch.get_autocast_dtype("cpu")) + 1
+            with torch.autocast("cpu", enabled=False):
+                scale = 1 if torch.is_autocast_enabled("cpu") else 2
+        return x * scale
+
+    out = check(function, randn(8, 8).requires_grad_(), around=[BF16])
+    assert out[0].dtype is torch.float16
+    assert not torch.equal(out[0], out[0].new_zeros(8, 8))
+
+
+def check_on_fake_cuda(state: AutocastState, target: Any, *args: Any, calls: list[str]) -> None:
+    """One call on fake tensors of both device types: lowered, and the ops and dtypes of eager."""
+    with FakeTensorMode():
+        made = tuple(_fake(spec) for spec in args)
+        expected = call_under(state, target, made)
+        module, report = lowered(target, made, {}, state)
+        assert report.bracketed == []
+        assert targets(module) == calls
+        compare(call_under(AutocastState.off(), module, tensors(made)), expected, bits=False)
+
+
+def _fake(spec: tuple[str, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+    device, dtype, shape = spec
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+CUDA = ("cuda", torch.float32, (4, 4))
+CPU = ("cpu", torch.float32, (4, 4))
+CPU_SCALAR = ("cpu", torch.float32, ())
+TO_FP16, TO_BF16 = "autocast_to_fp16.default", "autocast_to_bf16.default"
+TO_FP32 = "autocast_to_full_precision.default"
+
+
+def test_scalars_on_the_cpu_mixed_with_cuda_tensors() -> None:
+    """CUDA autocast casts CUDA tensors alone."""
+    state = AutocastState.of(CUDA_FP16)
+    half = ("cuda", torch.float16, (4, 4))
+    check_on_fake_cuda(state, torch.pow, half, CPU_SCALAR, calls=[TO_FP32, "pow"])
+    check_on_fake_cuda(
+        state,
+        torch.addcmul,
+        half,
+        CUDA,
+        CPU_SCALAR,
+        calls=["promote.default", *["getitem"] * 2, "addcmul"],
+    )
+    check_on_fake_cuda(state, torch.mul, CUDA, CPU_SCALAR, calls=["mul"])
+
+
+def test_autocast_of_the_cpu_while_tensors_are_on_cuda() -> None:
+    check_on_fake_cuda(AutocastState.of(BF16), torch.mm, CUDA, CUDA, calls=["mm"])
+
+
+def test_autocast_of_cuda_while_tensors_are_on_the_cpu() -> None:
+    check_on_fake_cuda(AutocastState.of(CUDA_FP16), torch.mm, CPU, CPU, calls=["mm"])
+    check_on_fake_cuda(
+        AutocastState.of(CUDA_FP16), torch.mm, CUDA, CUDA, calls=[TO_FP16, TO_FP16, "mm"]
+    )
+
+
+def test_autocast_of_both_while_tensors_are_on_one() -> None:
+    both = AutocastState.of([BF16, CUDA_FP16])
+    check_on_fake_cuda(both, torch.mm, CPU, CPU, calls=[TO_BF16, TO_BF16, "mm"])
+    check_on_fake_cuda(both, torch.mm, CUDA, CUDA, calls=[TO_FP16, TO_FP16, "mm"])
