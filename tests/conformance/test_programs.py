@@ -1,0 +1,148 @@
+"""Random programs with random nested regions, dtypes and graph breaks: equal to eager autocast.
+
+    make test ARGS="tests/conformance/test_programs.py --programs 20000"
+
+tries more of them, and others each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, reject, settings
+
+from autocast_backend import lower_autocast
+from autocast_backend import verdicts as verdict_store
+from autocast_backend.state import AutocastState
+from tests.conformance.programs import CALLS, Piece, Player, Program, Writer, make_inputs, programs
+from tests.support import assert_same_bits
+
+IN_CI = 2000
+COMPILED_IN_CI = 40
+
+
+def autocast(region: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(**dict(region)) if region else contextlib.nullcontext()
+
+
+def results(run: Callable[[dict[str, torch.Tensor]], list[torch.Tensor]], program: Program) -> Any:
+    """The outputs of one run, and the gradients of all inputs and weights."""
+    values = make_inputs()
+    outputs = run(values)
+    losses = [t.float().square().mean() for t in outputs if t.requires_grad]
+    if losses:
+        with autocast(program.backward):
+            torch.stack(losses).sum().backward()
+    return outputs, [t.grad for t in values.values()]
+
+
+def run_pieces(pieces: list[Piece], program: Program) -> Callable[..., list[torch.Tensor]]:
+    def run(values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        seen = dict(values)
+        for piece in pieces:
+            outputs = piece.module(*(seen[name] for name in piece.inputs))
+            seen.update(zip(piece.outputs, outputs, strict=True))
+        return [seen[name] for name in program.outputs]
+
+    return run
+
+
+def under(region: tuple[tuple[str, Any], ...], run: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(values: dict[str, torch.Tensor]) -> Any:
+        with autocast(region):
+            return run(values)
+
+    return inside
+
+
+def count(option: int | None, default: int) -> settings:
+    """So many examples: the same every time, or new ones where a number was asked for."""
+    return settings(
+        max_examples=option or default,
+        derandomize=option is None,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def test_lowered_programs(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    """Each program as the graphs Dynamo would make of it, lowered and run, against the same graphs
+    under real autocast: outputs and gradients, bit for bit."""
+    monkeypatch.setattr(verdict_store, "compile_cache_dir", lambda: None)
+    wanted = pytestconfig.getoption("--programs")
+    tried: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+
+    @count(wanted, IN_CI)
+    @given(programs())
+    def check(program: Program) -> None:
+        try:
+            pieces = Writer(program).pieces
+            expected = results(under(program.around, run_pieces(pieces, program)), program)
+        except RuntimeError as error:
+            tried["raise in eager"] += 1
+            errors[str(error)[:100]] += 1
+            reject()
+        ambient = AutocastState.of([dict(program.around)] if program.around else [])
+        lowered = [
+            Piece(lower_autocast(p.module, ambient=ambient), p.inputs, p.outputs) for p in pieces
+        ]
+        assert_same_bits(results(run_pieces(lowered, program), program), expected)
+        tried["equal"] += 1
+        tried["with graph breaks"] += len(pieces) > 1
+        tried["with nested regions"] += "        with " in program.source()
+        calls = [n.target for p in lowered for n in p.module.graph.nodes if n.op == "call_function"]
+        tried["with smart casts"] += any("smart_autocast" in str(target) for target in calls)
+        tried["with brackets"] += any("_enter_autocast" in str(target) for target in calls)
+
+    check()
+    record_property("programs", dict(tried))
+    print(dict(tried), errors.most_common(5))
+    assert tried["equal"] >= (wanted or IN_CI)
+    for kind in ("with graph breaks", "with nested regions", "with smart casts"):
+        assert tried[kind] > tried["equal"] // 4, tried
+    assert 0 < tried["with brackets"] < tried["equal"] // 2
+    assert tried["raise in eager"] < tried["equal"] // 20
+
+
+@pytest.mark.slow
+def test_compiled_programs(pytestconfig: pytest.Config) -> None:
+    """Programs as source code, through Dynamo with its own graph breaks and AOTAutograd, against
+    the same graphs under real autocast."""
+    wanted = pytestconfig.getoption("--programs")
+    graphs: Counter[str] = Counter()
+
+    def compiled(program: Program, **arguments: Any) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        scope = {"CALLS": CALLS, "call": Player(), "torch": torch}
+        exec(program.source(), scope)
+        function = torch.compile(scope["program"], **arguments)
+        return under(program.around, lambda values: list(function(**values)))
+
+    @count(wanted and wanted // 50, COMPILED_IN_CI)
+    @given(programs())
+    def check(program: Program) -> None:
+        try:
+            expected = results(compiled(program, backend="eager"), program)
+        except RuntimeError:
+            reject()
+        torch._dynamo.utils.counters.clear()
+        arguments: dict[str, Any] = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+        assert_same_bits(results(compiled(program, **arguments), program), expected)
+        graphs["programs"] += 1
+        graphs.update(torch._dynamo.utils.counters["smart_autocast"])
+
+    check()
+    print(dict(graphs))
+    assert graphs["programs"] >= (wanted // 50 if wanted else COMPILED_IN_CI)
+    assert graphs["graphs"] > graphs["programs"]
+    assert graphs["lowered"] > graphs["programs"]
