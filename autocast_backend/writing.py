@@ -102,9 +102,12 @@ class Writer:
             with writer.graph.inserting_after(last):
                 operand = writer.graph.placeholder(inside.name)
             operand.meta = dict(inside.meta)
+            (weight,) = inside.all_input_nodes
             inside.replace_all_uses_with(operand)
             writer.graph.erase_node(inside)
             node.args = (*node.args, outside)
+            if not weight.users:
+                _drop_operand(node, writer.graph, weight)
             self.report.casts -= 1
             writer.module.recompile()
         self.module.recompile()
@@ -161,6 +164,14 @@ class Writer:
         for enter in reversed(entered):
             with self.graph.inserting_after(at):
                 at = self.graph.call_function(exit_autocast, (enter,))
+
+
+def _drop_operand(node: fx.Node, body: fx.Graph, operand: fx.Node) -> None:
+    """Call a body without an operand that it does not read."""
+    operands = body.find_nodes(op="placeholder")
+    at = len(node.args) - len(operands) + operands.index(operand)
+    node.args = (*node.args[:at], *node.args[at + 1 :])
+    body.erase_node(operand)
 
 
 def _stands_before(node: fx.Node, other: fx.Node) -> bool:

@@ -1,0 +1,213 @@
+"""Gradients with the casts of weights outside of the graph: eager's, in eager's order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autocast_backend import weight_cache_info
+from tests.support import assert_same_bits
+
+from .support import EAGER, STOCK, Net, Plain, bf16, casts_made, data, make, ours
+
+LIFETIMES = pytest.mark.parametrize("lifetime", ["scope", "version"])
+
+
+def gradients(kind: Any, calls: int, joint: bool, **arguments: Any) -> list[torch.Tensor | None]:
+    """Of several calls in one context, with one backward for all or one for each."""
+    torch._dynamo.reset()
+    model, x = make(kind), data(calls, 3, 8)
+    compiled = torch.compile(model, **arguments)
+    with bf16():
+        losses = [compiled(row).float().square().mean() for row in x]
+    for loss in [sum(losses)] if joint else losses:
+        loss.backward()  # type: ignore[union-attr]
+    return [p.grad for p in model.parameters()]
+
+
+@LIFETIMES
+@pytest.mark.parametrize("joint", [True, False], ids=["one-backward", "backward-each"])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_weight_shared_by_calls(calls: int, joint: bool, lifetime: str) -> None:
+    """The sum over the calls of a scope is made in bfloat16, as eager's cached cast makes it."""
+    expected = gradients(Plain, calls, joint, **EAGER)
+    assert_same_bits(gradients(Plain, calls, joint, **ours(weight_cache=lifetime)), expected)
+    if calls > 1 and joint:
+        stock = gradients(Plain, calls, joint, **STOCK)
+        assert any(not torch.equal(s, e) for s, e in zip(stock, expected, strict=True))
+
+
+@LIFETIMES
+def test_a_weight_used_twice_in_a_graph(lifetime: str) -> None:
+    assert_same_bits(
+        gradients(Net, 1, True, **ours(weight_cache=lifetime)), gradients(Net, 1, True, **EAGER)
+    )
+
+
+def test_used_twice_and_shared_is_the_one_difference() -> None:
+    """Four bfloat16 numbers are added in another order: by graph first. Known, and the only one:
+    the day this fails, take it out of docs/weights.md."""
+    expected = gradients(Net, 2, True, **EAGER)
+    actual = gradients(Net, 2, True, **ours())
+    differing = [not torch.equal(a, e) for a, e in zip(actual, expected, strict=True)]
+    assert any(differing[:2])  # `first` is used twice
+    assert not any(differing[2:])
+    for a, e in zip(actual, expected, strict=True):
+        assert a is not None
+        assert e is not None
+        torch.testing.assert_close(a, e, rtol=2**-7, atol=2**-9)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def order_of_gradients(whole: bool, **arguments: Any) -> list[str]:
+    """The parameters in the order in which their gradients are ready."""
+    torch._dynamo.reset()
+    model, order = make(Deep), []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    parts = [model] if whole else list(model.layers)  # type: ignore[arg-type]
+    x = data(3, 8)
+    with bf16():
+        for part in parts:
+            x = torch.compile(part, **arguments)(x)
+    x.float().sum().backward()
+    return order
+
+
+@LIFETIMES
+def test_gradients_are_ready_in_eagers_order(lifetime: str) -> None:
+    """DDP and FSDP send each gradient as it gets ready, while others are still computed."""
+    expected = order_of_gradients(False, **EAGER)
+    assert len(expected) == 6
+    assert order_of_gradients(False, **ours(weight_cache=lifetime)) == expected
+    assert order_of_gradients(True, **ours(weight_cache=lifetime)) == expected
+
+
+def test_gradients_do_not_wait_for_each_other() -> None:
+    """When a layer's gradients are ready, the backward of the layer before has not run."""
+    model, events, x = make(Deep), [], data(3, 8)
+    with bf16():
+        for i, layer in enumerate(model.layers):  # type: ignore[arg-type]
+            x = torch.compile(layer, **ours())(x)
+            x.register_hook(lambda _, i=i: events.append(f"backward {i}"))
+            layer.weight.register_post_accumulate_grad_hook(
+                lambda _, i=i: events.append(f"ready {i}")
+            )
+    x.float().sum().backward()
+    assert events == [f"{what} {i}" for i in (2, 1, 0) for what in ("backward", "ready")]
+
+
+@LIFETIMES
+def test_frozen_and_unused_parameters_get_no_gradient(lifetime: str) -> None:
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model = make(Deep)
+        frozen, _, unused = model.layers  # type: ignore[union-attr,misc]
+        frozen.requires_grad_(False)
+        used = torch.compile(nn.Sequential(*model.layers[:2]), **arguments)  # type: ignore[index]
+        with bf16():
+            y = used(data(3, 8))
+            torch.compile(unused, **arguments)(y)
+        y.float().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    before = weight_cache_info().casts
+    found = run(**ours(weight_cache=lifetime))
+    assert weight_cache_info().casts == before + 6
+    assert [g is None for g in found] == [True, True, False, False, True, True]
+    assert_same_bits(found, run(**EAGER))
+
+
+def test_a_weight_that_is_read_without_a_cast_too() -> None:
+    """A tied embedding: one gradient from the lookup, one from the cast for the output layer."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 8)
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.table(i), self.table.weight)
+
+    def run(**arguments: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+        model = make(Tied)
+        compiled = torch.compile(model, **arguments)
+        with bf16():
+            loss = sum(compiled(torch.tensor([0, 3, i])).float().square().sum() for i in (1, 2))
+        loss.backward()  # type: ignore[union-attr]
+        return model.table.weight.grad  # type: ignore[union-attr,return-value]
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
+
+
+def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
+    """The weight changes between forward and backward; the input's gradient is of the forward."""
+    model, x = make(Plain), data(3, 8).requires_grad_()
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+
+    def run(disturb: bool) -> torch.Tensor | None:
+        x.grad = None
+        with bf16():
+            loss = compiled(x).float().sum()
+        if disturb:
+            with torch.no_grad(), bf16():
+                for p in model.parameters():
+                    p.mul_(2)
+                compiled(x)
+        loss.backward()
+        return x.grad
+
+    expected = run(disturb=False)
+    assert_same_bits(run(disturb=True), expected)
+
+
+def test_memory_that_nobody_holds_is_used_again() -> None:
+    model, x = make(Plain), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+
+    def addresses() -> list[int]:
+        from autocast_backend.weights import cache
+
+        with torch.no_grad(), bf16():
+            compiled(x)
+        return [cast.memory.cast.data_ptr() for cast in cache._Shared.lasting.values()]
+
+    before = addresses()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    assert casts_made(lambda: before.extend(addresses())) == 4
+    assert before[4:] == before[:4]
+
+
+@pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.13"),
+    reason="compiled autograd under autocast fails in PyTorch itself",
+)
+def test_compiled_autograd() -> None:
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model = make(Plain)
+        compiled = torch.compile(model, **arguments)
+        with bf16():
+            loss = compiled(data(3, 8)).float().square().mean()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_same_bits(run(**ours()), run(**EAGER))

@@ -1,0 +1,298 @@
+"""Which casts leave a graph, and when it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from autocast_backend import weight_cache_info
+from autocast_backend.report import Report
+from autocast_backend.state import AutocastState
+from autocast_backend.weights.plan import WeightPlan
+from tests.support import BF16, assert_same_bits, capture, lower_with_report, targets
+
+from .support import EAGER, Net, Plain, bf16, casts_made, data, make, ours
+
+AMBIENT = AutocastState.of(BF16)
+CAST = "autocast_to_bf16"
+
+
+def plan_of(
+    function: Callable[..., Any],
+    *inputs: Any,
+    weight_cache: str = "scope",
+    ambient: AutocastState = AMBIENT,
+    inductor: dict[str, Any] | None = None,
+) -> tuple[list[fx.GraphModule], Report]:
+    """The graphs a plan gives the inner compiler at once, and the report."""
+    given: list[Any] = []
+
+    def keep(module: fx.GraphModule, example_inputs: Any) -> Any:
+        given.extend(example_inputs)
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=keep, fullgraph=True)(*inputs)
+    with ambient.applied():
+        graph = capture(function, *inputs)
+    report = lower_with_report(graph, ambient)
+    compiled: list[fx.GraphModule] = []
+
+    def compile_graph(module: fx.GraphModule, inputs: Any) -> Any:
+        assert len(inputs) == len(module.graph.find_nodes(op="placeholder"))
+        compiled.append(module)
+        return module.forward
+
+    plan = WeightPlan(
+        graph,
+        given,
+        weight_cache=weight_cache,
+        ambient=ambient,
+        inductor=inductor,
+        report=report,
+    )
+    plan.compile(compile_graph)
+    return compiled, report
+
+
+def casts_inside(graphs: list[fx.GraphModule]) -> list[int]:
+    return [sum(CAST in target for target in targets(graph)) for graph in graphs]
+
+
+def reasons(report: Report) -> set[str | None]:
+    return {weight.inside for weight in report.weights}
+
+
+def test_a_training_graph_is_compiled_once_with_its_casts_outside() -> None:
+    graphs, report = plan_of(make(Plain), data(3, 8))
+    assert casts_inside(graphs) == [2]  # of activations
+    assert reasons(report) == {None}
+    assert [w.weight.rpartition(".")[2] for w in report.weights].count("_parameters['weight']") == 2
+    placeholders = graphs[0].graph.find_nodes(op="placeholder")
+    assert [str(p.meta["example_value"].dtype) for p in placeholders] == [
+        *["torch.float32"],
+        *["torch.bfloat16"] * 4,
+    ]
+
+
+def test_an_inference_graph_starts_with_its_casts_inside() -> None:
+    with torch.no_grad():
+        graphs, _ = plan_of(make(Plain), data(3, 8))
+        assert casts_inside(graphs) == [6]
+        lasting, _ = plan_of(make(Plain), data(3, 8), weight_cache="version")
+        assert casts_inside(lasting) == [2]
+
+
+def test_nothing_leaves_where_no_cache_would_be() -> None:
+    off = AutocastState.of([BF16, {**BF16, "cache_enabled": False}])
+    for arguments, reason in (
+        ({"weight_cache": "off"}, 'weight_cache="off"'),
+        ({"ambient": off}, "the weight cache is off: cache_enabled=False"),
+    ):
+        graphs, report = plan_of(make(Plain), data(3, 8), **arguments)  # type: ignore[arg-type]
+        assert casts_inside(graphs) == [6]
+        assert reasons(report) == {reason}
+
+
+def test_freezing_keeps_its_constants() -> None:
+    with torch.no_grad():
+        for weight_cache in ("scope", "version"):
+            graphs, report = plan_of(
+                make(Plain), data(3, 8), inductor={"freezing": True}, weight_cache=weight_cache
+            )
+            assert casts_inside(graphs) == [6]
+            assert reasons(report) == {"Inductor's freezing makes weights constants"}
+
+
+def writes_the_weight(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    with torch.no_grad():
+        w.mul_(2)
+    return y
+
+
+def writes_a_view(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        w.detach()[0].mul_(2)
+    return x @ w
+
+
+def writes_the_data(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    w.data.mul_(2)
+    return x @ w
+
+
+@pytest.mark.parametrize("function", [writes_the_weight, writes_a_view, writes_the_data])
+def test_a_weight_that_the_graph_writes_to_stays(function: Any) -> None:
+    """Where the cast is made decides what it sees."""
+    _, report = plan_of(function, nn.Parameter(data(8, 8)), data(3, 8))
+    assert reasons(report) == {"the graph writes to its memory"}
+
+    def run(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        w = nn.Parameter(data(8, 8))
+        compiled, results = torch.compile(function, **arguments), []
+        with torch.no_grad():
+            for _ in range(3):
+                with bf16():  # in one context eager would not see the write
+                    results.append(compiled(w, data(3, 8)))
+        return results
+
+    assert_same_bits(run(**ours(weight_cache="version")), run(**EAGER))
+
+
+def test_a_weight_written_through_another_input_stays() -> None:
+    def function(w: torch.Tensor, alias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        alias.mul_(2)
+        return x @ w
+
+    w = nn.Parameter(data(8, 8))
+    _, report = plan_of(function, w, w.detach(), data(3, 8))
+    assert reasons(report) == {"the graph writes to its memory"}
+
+
+def test_gradients_that_would_add_up_in_another_order_keep_it_inside() -> None:
+    def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (x @ w).sum() + w.sin().sum() + w.cos().sum()
+
+    _, report = plan_of(function, nn.Parameter(data(8, 8)), data(3, 8))
+    assert reasons(report) == {
+        "read without a cast, too, its gradients would add up in another order"
+    }
+    with torch.no_grad():
+        _, report = plan_of(function, nn.Parameter(data(8, 8)), data(3, 8))
+    assert reasons(report) == {None}
+
+
+def test_activations_are_no_weights() -> None:
+    _, report = plan_of(lambda w, x: x @ w, data(8, 8), data(3, 8))
+    assert report.weights == []
+
+
+def test_casts_in_a_checkpoint_are_made_again_in_the_backward() -> None:
+    model = make(Plain)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model.first, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    graphs, report = plan_of(function, data(3, 8))
+    assert casts_inside(graphs) == [3]
+    assert report.weights == []
+
+
+def test_a_checkpoint_reads_the_cast_of_its_surroundings() -> None:
+    model = make(Plain)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model.first(checkpoint(model.first, x, use_reentrant=False))
+
+    graphs, report = plan_of(function, data(3, 8))
+    assert reasons(report) == {None}
+    assert casts_inside(graphs) == [2]  # the activations
+
+
+def test_the_second_call_of_a_scope_makes_the_casts() -> None:
+    model, x = torch.compile(make(), **ours()), data(3, 8)
+    compiles: list[int] = []
+
+    def calls(n: int) -> None:
+        with bf16(), torch.no_grad():
+            for _ in range(n):
+                model(x)
+                compiles.append(counters["aot_autograd"]["ok"])
+
+    counters.clear()
+    assert casts_made(lambda: calls(1)) == 0
+    assert casts_made(lambda: calls(1)) == 0  # one call a scope: what comes next is one call
+    assert casts_made(lambda: calls(3)) == 4  # by the second
+    assert casts_made(lambda: calls(1)) == 4  # three are expected
+    assert casts_made(lambda: calls(1)) == 0
+    assert compiles[0] == 1
+    assert compiles[2:5] == [1, 2, 2]
+    assert compiles[-1] == 2
+
+
+def test_both_graphs_give_the_same_bits() -> None:
+    model, x = make(), data(3, 8)
+    compiled, eager = torch.compile(model, **ours()), torch.compile(model, **EAGER)
+    with bf16(), torch.no_grad():
+        results = [compiled(x) for _ in range(3)]
+        assert_same_bits(results, [eager(x)] * 3)
+
+
+def test_sizes_the_second_graph_was_not_compiled_for() -> None:
+    """What the late compilation assumes about sizes is checked; the first graph serves the rest."""
+
+    def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    def inner(module: fx.GraphModule, inputs: Any) -> Any:
+        late = any(i.dtype is torch.bfloat16 for i in inputs if isinstance(i, torch.Tensor))
+        if late:  # an assumption that the first compilation did not make
+            sizes = [s for i in inputs if isinstance(i, torch.Tensor) for s in i.shape]
+            bool(next(s for s in sizes if isinstance(s, torch.SymInt)) < 6)
+        code = make_aot(module, inputs)
+        seen.append(late)
+        return code
+
+    from torch._dynamo.backends.debugging import aot_eager as make_aot
+
+    seen: list[bool] = []
+    compiled = torch.compile(function, dynamic=True, **{**ours(), "options": {"inner": inner}})
+    w = nn.Parameter(data(8, 8))
+    with bf16(), torch.no_grad():
+        for n in (3, 4, 5, 7, 5):
+            before = weight_cache_info()
+            assert torch.equal(compiled(w, data(n, 8)), data(n, 8).bfloat16() @ w.bfloat16())
+            after = weight_cache_info()
+            assert (after.hits + after.casts > before.hits + before.casts) == (n in (4, 5))
+    assert seen == [False, True]
+
+
+def test_version_refuses_what_fsdp_manages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 keeps the version counter of a weight it fills anew."""
+    w = nn.Parameter(data(8, 8))
+    param = SimpleNamespace(_unsharded_param=w)
+    state = SimpleNamespace(_fsdp_param_group=SimpleNamespace(fsdp_params=[param]))
+    import torch.distributed.fsdp._fully_shard._fsdp_state
+    from torch.distributed import _composable_state
+
+    monkeypatch.setattr(
+        _composable_state, "_module_state_mapping", {nn.Linear(1, 1): lambda: state}
+    )
+    _, report = plan_of(lambda w, x: x @ w, w, data(3, 8))
+    assert reasons(report) == {"FSDP manages it, and fills it anew without counting that"}
+    compiled = torch.compile(lambda w, x: x @ w, **ours(weight_cache="version"))
+    with bf16(), pytest.raises(RuntimeError, match="FSDP manages this weight"):
+        compiled(w, data(3, 8))
+
+
+def test_the_report_names_every_weight() -> None:
+    _, report = plan_of(make(Plain), data(3, 8))
+    assert len(report.weights) == 4
+    assert str(report.weights[0]).endswith("-> bfloat16, outside of the graph")
+    _, report = plan_of(make(Plain), data(3, 8), weight_cache="off")
+    assert str(report.weights[0]).endswith('-> bfloat16, in the graph: weight_cache="off"')
+
+
+def test_a_net_of_an_older_graph_is_not_kept_alive() -> None:
+    """Compiled code holds no weight."""
+    import gc
+    import weakref
+
+    model = make(Net)
+    alive = weakref.ref(model.first.weight)
+    compiled = torch.compile(model, **ours())
+    with bf16():
+        compiled(data(3, 8)).float().sum().backward()
+    del model, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,266 @@
+"""How long a cast lives, and who shares it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autocast_backend import clear_weight_cache, weight_cache_info
+from autocast_backend.weights.scope import current_scope
+from tests.support import BF16, FP16
+
+from .support import Net, bf16, casts_made, data, make, ours
+
+WEIGHTS = 4  # of a Net
+
+
+def compiled_net(**options: Any) -> nn.Module:
+    return torch.compile(make(), **ours(**options))  # type: ignore[return-value]
+
+
+def test_a_scope_is_one_life_of_eagers_cache() -> None:
+    with bf16():
+        outermost = current_scope()
+        assert outermost is not None
+        with torch.autocast(**FP16):
+            assert current_scope() is outermost
+        with bf16(cache_enabled=False):
+            assert current_scope() is None
+        assert current_scope() is outermost
+        assert outermost.contents is not None
+    assert outermost.contents is None
+    with bf16():
+        assert current_scope() is not outermost
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_scope_can_start_in_any_mode(mode: Any) -> None:
+    with bf16():
+        with mode():
+            scope = current_scope()
+        assert scope is not None
+        assert scope is current_scope()
+    assert scope.contents is None
+
+
+def test_the_flags_are_left_as_they_were() -> None:
+    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        current_scope()
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.float16
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        torch.clear_autocast_cache()
+
+
+def test_each_weight_is_cast_once_in_a_scope() -> None:
+    model, x = compiled_net(), data(3, 8)
+
+    def calls(n: int) -> None:
+        with bf16():
+            for _ in range(n):
+                model(x)
+
+    assert casts_made(lambda: calls(1)) == WEIGHTS
+    assert casts_made(lambda: calls(5)) == WEIGHTS
+
+
+def test_graphs_share_the_casts_of_a_scope() -> None:
+    model, x = make(), data(3, 8)
+    one, other = (torch.compile(f, **ours()) for f in (model, lambda x: model.first(x)))
+
+    def both() -> None:
+        with bf16():
+            one(x)
+            other(x)
+
+    assert casts_made(both) == WEIGHTS
+
+
+def test_the_memory_goes_when_the_scope_ends() -> None:
+    model = compiled_net()
+    with torch.no_grad(), bf16():
+        for _ in range(2):
+            model(data(3, 8))
+        held = weight_cache_info()
+        assert (held.entries, held.bytes) == (WEIGHTS, 2 * (8 * 8 + 8) * 2)
+        scope = current_scope()
+        assert scope is not None
+        assert scope.contents is not None
+        storages = [
+            weakref.ref(c.memory.cast.untyped_storage()) for c in scope.contents.casts.values()
+        ]
+        gc.disable()  # it must not be needed
+    try:
+        assert weight_cache_info()[:2] == (0, 0)
+        assert [s() for s in storages] == [None] * WEIGHTS
+    finally:
+        gc.enable()
+
+
+def test_clear_autocast_cache_is_respected() -> None:
+    model, x = compiled_net(), data(3, 8)
+
+    def calls() -> None:
+        with bf16():
+            model(x)
+            torch.clear_autocast_cache()
+            model(x)
+
+    calls()
+    assert casts_made(calls) == 2 * WEIGHTS
+
+
+def test_another_threads_exit_ends_the_scope_as_in_eager() -> None:
+    def nothing() -> None:
+        with bf16():
+            pass
+
+    with bf16():
+        scope = current_scope()
+        thread = threading.Thread(target=nothing)
+        thread.start()
+        thread.join()
+        assert scope is not None
+        assert scope.contents is None
+
+
+def test_without_a_cache_the_casts_stay_in_the_graph() -> None:
+    model, x = compiled_net(), data(3, 8)
+
+    def call() -> None:
+        with bf16(cache_enabled=False):
+            model(x)
+
+    assert casts_made(call) == 0
+
+
+def test_regions_of_the_graphs_own_have_no_scope() -> None:
+    inner = make()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return inner(x)
+
+    compiled = torch.compile(function, **ours())
+    assert casts_made(lambda: compiled(data(3, 8))) == 0
+    lasting = torch.compile(function, **ours(weight_cache="version"))
+    torch._dynamo.reset()
+    assert casts_made(lambda: lasting(data(3, 8))) == WEIGHTS
+    assert casts_made(lambda: lasting(data(3, 8))) == 0
+
+
+def test_version_outlives_contexts() -> None:
+    model, x = compiled_net(weight_cache="version"), data(3, 8)
+
+    def call() -> None:
+        with bf16():
+            model(x)
+
+    assert casts_made(call) == WEIGHTS
+    assert casts_made(call) == 0
+    clear_weight_cache()
+    assert casts_made(call) == WEIGHTS
+
+
+def test_a_cast_dies_with_its_parameter() -> None:
+    model = compiled_net(weight_cache="version")
+    with torch.no_grad(), bf16():
+        model(data(3, 8))
+    assert weight_cache_info().entries == WEIGHTS
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert weight_cache_info()[:2] == (0, 0)
+
+
+def test_ids_that_are_used_again_mean_nothing() -> None:
+    compiled = torch.compile(lambda w, x: x @ w, **ours(weight_cache="version"))
+    x, ids, results = data(3, 8), set(), []
+    with torch.no_grad(), bf16():
+        for i in range(20):
+            w = nn.Parameter(torch.full((8, 8), float(i)))
+            ids.add(id(w))
+            results.append((compiled(w, x), x.bfloat16() @ w.bfloat16()))
+            del w
+    assert len(ids) < 20, "no id came twice"
+    for result, expected in results:
+        assert torch.equal(result, expected)
+
+
+def test_a_model_that_moves_is_cast_again() -> None:
+    """To float64 and back: the same parameters with other memory."""
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+    with torch.no_grad(), bf16():
+        before = compiled(x)
+        model.to(torch.float64)
+        for p in model.parameters():
+            p.data *= 2
+        model.to(torch.float32)
+        assert not torch.equal(compiled(x), before)
+        assert torch.equal(compiled(x), torch.compile(model, **ours(weight_cache="off"))(x))
+
+
+def test_casts_made_in_inference_mode_serve_training() -> None:
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours())
+    with bf16():
+        with torch.inference_mode():
+            for _ in range(2):
+                compiled(x)
+        made = weight_cache_info().casts
+        compiled(x).float().sum().backward()
+    assert weight_cache_info().casts == made
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parametrized_weights_are_not_cached() -> None:
+    """What a parametrization computes is no leaf: it is another tensor at every call."""
+    model = make()
+    nn.utils.parametrizations.weight_norm(model.first)
+    compiled, eager = (
+        torch.compile(model, **a) for a in (ours(weight_cache="version"), {"backend": "eager"})
+    )
+    for _ in range(2):
+        with bf16(), torch.no_grad():
+            assert torch.equal(compiled(data(3, 8)), eager(data(3, 8)))
+        with torch.no_grad():
+            next(model.first.parametrizations.weight.parameters()).mul_(2)
+
+
+def test_two_threads_share_a_model() -> None:
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+    expected = torch.compile(model, backend="eager")
+    failures: list[str] = []
+
+    def work() -> None:
+        with torch.no_grad():
+            for _ in range(50):
+                with bf16():
+                    if not torch.equal(compiled(x), wanted):
+                        failures.append("differs")
+
+    with torch.no_grad(), bf16():
+        wanted = expected(x)
+        compiled(x)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_net_has_as_many_weights_as_these_tests_say() -> None:
+    assert len(list(Net().parameters())) == WEIGHTS
