@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .dynamo import compile_lock, counters
+from .dynamo import compile_lock, counters, timed
 from .fake_tensors import fake_mode_of
 
 
@@ -174,6 +174,7 @@ def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
         outside_of_modes(),
         tracing(TracingContext(fake_mode_of(inputs))),
         get_metrics_context(),
+        timed("compile_again"),  # AOTAutogradCache loads nothing outside of such a block
     ):
         yield
 
