@@ -1,0 +1,280 @@
+"""`lower` and `module`: what they do to a program, beyond the round trips."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autocast_backend.export
+from autocast_backend import lower_autocast
+from autocast_backend._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
+from autocast_backend.regions import RegionError, hops_to_regions, nodes_of
+from tests.export.support import Region, cuda_dtypes, dtypes, export, save_and_load
+from tests.support import BF16, assert_same_bits, targets
+
+lower, module = autocast_backend.export.lower, autocast_backend.export.module
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Layer(nn.Module):
+    """The weight is used twice."""
+
+    def __init__(self, region: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.region = nn.Linear(8, 8), region
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(**BF16) if self.region else contextlib.nullcontext():
+            return self.layer(F.gelu(self.layer(x)))
+
+
+def test_the_given_program_is_left_alone() -> None:
+    program = torch.export.export(Layer(region=True), (X,))
+    before = str(program)
+    lower(program)
+    assert str(program) == before
+
+
+def test_around_a_program_without_regions() -> None:
+    """`ambient` puts all of it under autocast, as a context manager around the model would."""
+    program = torch.export.export(Layer(), (X,))
+    lowered = save_and_load(lower(program, ambient=BF16))
+    with torch.autocast(**BF16):
+        expected = Layer()(X)
+    assert expected.dtype is torch.bfloat16
+    assert_same_bits(lowered.module()(X), expected)
+    assert_same_bits(lower(program).module()(X), Layer()(X))  # and without it, none of it
+
+
+def test_a_check_of_a_result_follows_the_ambient_state() -> None:
+    """`y.float()` checks the dtype that `y` had when it was exported, which is another now."""
+
+    def function(region: Region, x: Tensor) -> Any:
+        y = x @ x.t()
+        return y.relu(), y.float() + 1
+
+    program = export(function, X)
+    (check,) = checks(program)
+    assert check.kwargs["dtype"] is torch.float32
+    lowered = lower(program, ambient=BF16)
+    (check,) = checks(lowered)
+    assert check.kwargs["dtype"] is torch.bfloat16
+    assert lowered.module()(X)[1].dtype is torch.float32
+
+
+def test_export_itself_takes_a_cast_of_nothing_for_its_argument() -> None:
+    """A limit: where `.float()` did nothing when the model was exported, whatever reads its
+    argument later reads its result. This program gives float32 twice; eager, for bfloat16, once."""
+
+    def function(region: Region, x: Tensor) -> Any:
+        return x.float() * 2, x * 2
+
+    program = lower(export(function, X))
+    assert dtypes(module(program)(X.bfloat16())) == [torch.float32, torch.float32]
+    program = lower(export(function, X.bfloat16()))
+    for given in (torch.bfloat16, torch.float32, torch.float16):
+        assert dtypes(module(program)(X.to(given))) == [torch.float32, given]
+
+
+def test_gradients_of_a_reused_weight() -> None:
+    """Eager autocast casts a weight once, and adds its gradients up in the lower precision. Export
+    switches that cache off, so the exported program itself does not."""
+    program = torch.export.export(Layer(region=True), (X,))
+
+    def gradient(model: nn.Module) -> Tensor:
+        model(X).float().square().sum().backward()
+        return next(p for name, p in model.named_parameters() if name.endswith("weight")).grad
+
+    expected = gradient(Layer(region=True))
+    assert_same_bits(gradient(module(lower(program))), expected)
+    assert not torch.equal(gradient(program.module()), expected)
+
+
+def checks(program: ExportedProgram) -> list[fx.Node]:
+    check = torch.ops.aten._assert_tensor_metadata.default
+    return [n for n in nodes_of(program.graph_module) if n.target is check]
+
+
+def cuda_policies(region: Region, x: Tensor) -> Any:
+    with region():
+        h, y = x @ x.t(), x.narrow(1, 0, 4)  # x[:, :4] asks CUDA itself
+        out = [h.exp(), F.softmax(h, -1), h.sum(), h.sum(-1, keepdim=True), torch.linalg.norm(h)]
+        out += [torch.cumsum(h, 0), h.prod(0), F.layer_norm(h, h.shape[-1:]), h + y]
+        out += [torch.addcmul(h, out[0], y), F.log_softmax(h, -1, dtype=torch.float64)]
+        return [*out, h]
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_cuda_policies_of_a_program_exported_on_the_cpu(given: torch.dtype) -> None:
+    """Result dtypes of CUDA's autocast, for each input dtype, from one program that was saved."""
+    program = export(cuda_policies, X, dtype=torch.float16)
+    lowered = save_and_load(lower(program, device_type="cuda"))
+    assert not any(
+        isinstance(n.meta.get("val"), torch.dtype) for n in nodes_of(lowered.graph_module)
+    )
+    actual = dtypes(module(lowered)(X.to(given)))
+    assert actual == cuda_dtypes(cuda_policies, X.to(given))
+    if given is not torch.float64:
+        assert actual != dtypes(module(lower(program))(X.to(given)))  # the CPU's are others
+
+
+def test_a_program_for_cuda_stays_on_the_cpu() -> None:
+    program = export(cuda_policies, X, dtype=torch.float16)
+    lowered = lower(program, device_type="cuda")
+    values = [n.meta.get("val") for n in nodes_of(lowered.graph_module)]
+    devices = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    devices |= {
+        n.kwargs["device"].type for n in nodes_of(lowered.graph_module) if "device" in n.kwargs
+    }
+    assert devices == {"cpu"}
+
+
+def test_a_composite_that_hides_a_policy() -> None:
+    """`pad` runs in float32 under autocast, which is not to be seen while its argument is float32:
+    only the proof for other dtypes finds the cast."""
+
+    def function(region: Region, x: Tensor) -> Any:
+        with region():
+            return F.pad(x, (1, 1), mode="reflect")
+
+    lowered = lower(export(function, X))
+    assert "autocast_to_full_precision.default" in targets(lowered.graph_module)
+    for given in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        expected = torch.float64 if given is torch.float64 else torch.float32
+        assert dtypes(module(lowered)(X.to(given))) == [expected]
+
+
+def test_what_holds_for_one_dtype_only_stays_under_autocast() -> None:
+    """`hstack` promotes inside: nothing to do for float32 alone, and no cast of single arguments
+    does it for mixed dtypes. The call is kept, with its reason, and right for all dtypes."""
+
+    def function(region: Region, x: Tensor, y: Tensor) -> Any:
+        with region(dtype=torch.float16):
+            return torch.hstack([x, y]), x.relu()
+
+    lowered, report = autocast_backend.export.lower_with_report(export(function, X, X + 1))
+    (kept,) = report.bracketed
+    assert "hstack" in kept.call
+    assert kept.reason.startswith("for other dtypes")
+    assert [
+        n.args[:3] for n in nodes_of(lowered.graph_module) if n.target is wrap_with_autocast
+    ] == [("cpu", torch.float16, True)]
+
+
+def test_casts_of_the_user_stay() -> None:
+    def function(region: Region, x: Tensor, y: Tensor) -> Any:
+        with region():
+            return x.to(torch.float32), y.to(x.dtype)
+
+    run = module(lower(export(function, X, X.double())))
+    assert dtypes(run(X.bfloat16(), X.double())) == [torch.float32, torch.float32]
+
+
+def checked(region: Region, x: Tensor, index: Tensor) -> Any:
+    with region():
+        return x.float() @ x.float().t(), index.long(), index.int()
+
+
+def test_the_checks_that_are_lifted_and_those_that_stay() -> None:
+    index = torch.arange(3)
+    program = lower(export(checked, X, index))
+    with pytest.raises(RuntimeError, match="Tensor dtype mismatch!"):
+        program.module()(X.bfloat16(), index)
+    run = module(program)
+    assert dtypes(run(X.bfloat16(), index)) == [torch.bfloat16, torch.int64, torch.int32]
+    with pytest.raises(RuntimeError, match="Expected: a floating-point dtype"):
+        run(X.long(), index)
+    with pytest.raises(RuntimeError, match="Tensor dtype mismatch!"):
+        run(X, index.int())
+    with pytest.raises(RuntimeError, match="Tensor layout mismatch!"):
+        run(X.to_sparse(), index)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        run(X[:2], index)
+
+
+def test_the_bounds_of_a_dynamic_shape_stay() -> None:
+    program = torch.export.export(
+        Layer(region=True), (X,), dynamic_shapes=({0: Dim("rows", min=2, max=8)},)
+    )
+    run = module(lower(program))
+    assert run(X[:3].bfloat16()).shape == (3, 8)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        run(torch.randn(9, 8))
+
+
+def test_a_module_of_another_dtype_leaves_the_program() -> None:
+    program = lower(torch.export.export(Layer(region=True), (X,)))
+    run = module(program).to(torch.bfloat16)
+    assert {p.dtype for p in run.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in program.parameters()} == {torch.float32}
+    assert_same_bits(run(X.bfloat16()), Layer(region=True).to(torch.bfloat16)(X.bfloat16()))
+
+
+def test_arguments_that_are_refused() -> None:
+    program = torch.export.export(Layer(region=True), (X,))
+    with pytest.raises(TypeError, match=r"exported_program: expected.*got Layer"):
+        lower(Layer())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"exported_program: expected.*got Layer"):
+        module(Layer())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Lower it first"):
+        lower(program.run_decompositions())
+    with pytest.raises(ValueError, match=r"device_type: expected one of cpu, cuda.*got 'gpu'"):
+        lower(program, device_type="gpu")
+    with pytest.raises(TypeError, match="device_type: expected a string or None; got 3"):
+        lower(program, device_type=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ambient: unknown torch\.autocast argument"):
+        lower(program, ambient={"device": "cpu"})
+
+
+def traced(x: Tensor, w: Tensor) -> Any:
+    with torch.autocast(**BF16):
+        y = F.linear(x, w)
+        with torch.autocast("cpu", enabled=False):
+            pass
+        with torch.autocast("cpu", enabled=False):
+            sizes = y.shape[0] * 2
+        with torch.autocast(**BF16):
+            z = y @ y.t()
+    with torch.autocast("cpu", dtype=torch.float16):
+        return z.exp(), z @ z, sizes
+
+
+def test_a_pre_dispatch_graph() -> None:
+    """Enter and exit nodes in an ATen graph: nested, adjacent, empty, and changing nothing."""
+    w = torch.randn(8, 8)
+    graph = make_fx(traced, tracing_mode="fake", pre_dispatch=True)(X, w)
+    lowered = lower_autocast(graph)
+    assert not any("autocast_" in t and "to_" not in t for t in targets(lowered))
+    assert_same_bits(lowered(X, w), traced(X, w))
+    assert all("val" in n.meta for n in lowered.graph.nodes if n.op == "call_function")
+    assert not any("example_value" in n.meta for n in lowered.graph.nodes)
+
+
+def unclosed(graph: fx.Graph) -> None:
+    (exit_,) = graph.find_nodes(op="call_function", target=exit_autocast)
+    graph.erase_node(exit_)
+
+
+def unopened(graph: fx.Graph) -> None:
+    (enter,) = graph.find_nodes(op="call_function", target=enter_autocast)
+    (exit_,) = graph.find_nodes(op="call_function", target=exit_autocast)
+    exit_.args = (next(iter(graph.nodes)),)
+    graph.erase_node(enter)
+
+
+@pytest.mark.parametrize("spoil", [unclosed, unopened])
+def test_malformed_regions_are_refused(spoil: Any) -> None:
+    """With the node, and the line of the nearest call."""
+    program = torch.export.export(Layer(region=True), (X,))
+    graph, _ = hops_to_regions(program.graph_module)
+    spoil(graph.graph)
+    with pytest.raises(RegionError, match=r"node _(enter|exit)_autocast.*File.*line \d+"):
+        lower_autocast(graph)
