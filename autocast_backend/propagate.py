@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from . import recipes
 from ._torch.autocast import disable_autocast
@@ -20,7 +21,7 @@ from ._torch.dynamo import (
     is_functorch_transform,
     is_set_grad_enabled,
 )
-from ._torch.fake_tensors import fake_mode_of, observing
+from ._torch.fake_tensors import fake_mode_of, like, observing
 from .bodies import Bodies
 from .lowering import Context
 from .overrides import PolicyError
@@ -168,8 +169,10 @@ class _Run:
 
 
 def _note(node: fx.Node, values: dict[fx.Node, Any]) -> None:
-    """Write down the value of a node. Symbols stay Dynamo's own: running `item()` again would make
-    new ones."""
+    """Write down the value of a node. Symbols stay those of the trace: running `item()` again would
+    make new ones, and so would what has as many elements as data says."""
+    if node.meta.get("unbacked_bindings"):
+        values[node] = tree_map(like, node.meta.get("example_value"), values[node])
     if isinstance(values[node], (torch.SymInt, torch.SymFloat, torch.SymBool)):
         values[node] = node.meta.get("example_value", values[node])
     elif "example_value" in node.meta:

@@ -60,13 +60,19 @@ def lower_autocast(
     return flat
 
 
-def lower_flat(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """`lower`, in place, for graphs that keep their values in `meta["val"]` too."""
+def lower_flat(
+    graph_module: fx.GraphModule, context: Context, propagated: bool = True
+) -> fx.GraphModule:
+    """`lower`, in place, for graphs that keep their values in `meta["val"]` too.
+
+    Args:
+        propagated: whether the values are those under `context.ambient` already.
+    """
     traced = not any("example_value" in n.meta for n in nodes_of(graph_module))
     for node in nodes_of(graph_module):
         if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
-    if context.overrides:
+    if context.overrides or not propagated:
         propagate(graph_module, context)
     lower(graph_module, context)
     for node in nodes_of(graph_module):

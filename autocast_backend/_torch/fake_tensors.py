@@ -38,6 +38,15 @@ def observing(fake_mode: Any) -> Iterator[None]:
         yield
 
 
+def like(traced: Any, value: Any) -> Any:
+    """A tensor of `traced`'s sizes, and `value`'s dtype and device; other values as traced."""
+    if not isinstance(value, torch.Tensor):
+        return traced
+    return torch.empty_strided(
+        traced.size(), traced.stride(), dtype=value.dtype, device=value.device
+    )
+
+
 def fake_inputs(inputs: Iterable[Any]) -> list[Any]:
     """The fake tensors AOTAutograd will trace a graph's real inputs with: same mode, same symbolic
     sizes. They can be kept when the real ones must not be."""

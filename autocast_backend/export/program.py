@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import fx
 from torch.export import ExportedProgram
 
-from .._torch.autocast import autocast_device_types
+from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.export import with_graph
 from ..lowering import Context
-from ..regions import hops_to_regions, regions_to_hops
+from ..modules import bind
+from ..overrides import parse_overrides
+from ..regions import hops_to_regions, nodes_of, regions_to_hops
 from ..report import Report
 from ..standalone import lower_flat
 from ..state import AutocastState
+from .checks import floating_point_checks, with_dtype, without_dtype
+from .devices import on_device_type
 from .dtype_arguments import without_dtype_values
-from .retargeting import Retargeting, forget_weight_cache_flag
 
 
 def lower(
@@ -23,6 +27,7 @@ def lower(
     *,
     ambient: AutocastState | Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     device_type: str | None = None,
+    policies: Mapping[str, Any] | None = None,
 ) -> ExportedProgram:
     """Rewrite the autocast regions of an exported program into smart casts.
 
@@ -38,6 +43,7 @@ def lower(
             regions and its policies become those of that device type. The program itself stays
             on the CPU; `torch.export.passes.move_to_device_pass` moves it. None: for the device
             types that the program's tensors are on.
+        policies: overrides, as the option `policies` of the backend takes them.
 
     Returns:
         A verified program of the same signature, with the same parameters, to be run with autocast
@@ -47,9 +53,12 @@ def lower(
     Raises:
         TypeError, ValueError: an argument that is not what it should be, or a program that was
             decomposed already.
+        PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
     """
-    return lower_with_report(exported_program, ambient=ambient, device_type=device_type)[0]
+    return lower_with_report(
+        exported_program, ambient=ambient, device_type=device_type, policies=policies
+    )[0]
 
 
 def lower_with_report(
@@ -57,25 +66,39 @@ def lower_with_report(
     *,
     ambient: AutocastState | Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     device_type: str | None = None,
+    policies: Mapping[str, Any] | None = None,
 ) -> tuple[ExportedProgram, Report]:
     """As `lower`; with what was done: counts, and the calls that stay under autocast, with why."""
     _check(exported_program, device_type)
-    context = Context(ambient=AutocastState.of(ambient), other_dtypes=True)
+    overrides = bind(parse_overrides("policies", policies), exported_program.graph_module)
+    context = Context(AutocastState.of(ambient), other_dtypes=True, overrides=overrides)
     graph, signature = hops_to_regions(
         exported_program.graph_module, exported_program.graph_signature
     )
     forget_weight_cache_flag(graph)
-    if device_type is None and not context.ambient.enabled_devices:
-        lower_flat(graph, context)
-    else:
-        retargeting = Retargeting(graph, device_type)
-        retargeting.apply(context.ambient)
-        lower_flat(graph, context)
-        retargeting.undo()
+    checks = list(floating_point_checks(graph))
+    for check in checks:
+        without_dtype(check)
+    with on_device_type(graph, device_type):
+        elsewhere = device_type is not None or bool(context.ambient.enabled_devices)
+        lower_flat(graph, context, propagated=not elsewhere)
+    for check in checks:
+        with_dtype(check)
     without_dtype_values(graph)
     graph, signature = regions_to_hops(graph, signature)
     assert signature is not None  # there was one
     return with_graph(exported_program, graph, signature), context.report
+
+
+def forget_weight_cache_flag(graph_module: fx.GraphModule) -> None:
+    """Let regions inherit whether weight casts are cached.
+
+    Export traces with the cache off, and writes that down as the region's `cache_enabled`, whatever
+    the model asked for. Eager autocast, which the lowered program is to equal, caches.
+    """
+    for node in nodes_of(graph_module):
+        if node.target is enter_autocast and node.args[3:] == (False,):
+            node.args = (*node.args[:3], None)
 
 
 def _check(program: Any, device_type: Any) -> None:

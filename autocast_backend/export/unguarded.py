@@ -6,10 +6,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from ..regions import nodes_of
-
-_ASSERT = torch.ops.aten._assert_tensor_metadata.default
-_DTYPE = 3  # positional: tensor, size, stride, dtype
+from .checks import floating_point_checks, without_dtype
 
 
 def module(exported_program: ExportedProgram) -> fx.GraphModule:
@@ -38,23 +35,15 @@ def module(exported_program: ExportedProgram) -> fx.GraphModule:
         )
     unguarded = exported_program.module()
     assert isinstance(unguarded, fx.GraphModule)
-    for node in [n for n in nodes_of(unguarded) if n.target is _ASSERT]:
-        _lift(node)
+    for check in floating_point_checks(unguarded):
+        with check.graph.inserting_before(check):
+            check.graph.call_function(check_floating_point, (check.args[0],))
+        without_dtype(check)
     for graph_module in unguarded.modules():
         if isinstance(graph_module, fx.GraphModule):
             graph_module.recompile()
     _own_parameters(unguarded)
     return unguarded
-
-
-def _lift(node: fx.Node) -> None:
-    """Let one check take every floating-point dtype where it took one."""
-    kwargs = dict(node.kwargs)
-    dtype = kwargs.pop("dtype", None) if len(node.args) <= _DTYPE else node.args[_DTYPE]
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        with node.graph.inserting_before(node):
-            node.graph.call_function(check_floating_point, (node.args[0],))
-        node.args, node.kwargs = node.args[:_DTYPE], kwargs
 
 
 def check_floating_point(tensor: torch.Tensor) -> None:

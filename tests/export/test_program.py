@@ -278,3 +278,23 @@ def test_malformed_regions_are_refused(spoil: Any) -> None:
     spoil(graph.graph)
     with pytest.raises(RegionError, match=r"node _(enter|exit)_autocast.*File.*line \d+"):
         lower_autocast(graph)
+
+
+def test_overrides() -> None:
+    """`policies`, as the backend takes them; checks of dtypes follow."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast(**BF16):
+                h = self.first(x)
+                return h.relu(), self.second(x), h.float()
+
+    program = torch.export.export(Model(), (X,))
+    lowered = save_and_load(lower(program, policies={"module": {"first": "fp32"}}))
+    assert dtypes(lowered.module()(X)) == [torch.float32, torch.bfloat16, torch.float32]
+    with pytest.raises(ValueError, match="third"):
+        lower(program, policies={"module": {"third": "fp32"}})
