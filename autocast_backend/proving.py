@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from . import recipes
+from ._torch.fake_tensors import observing
 from .planning import Candidate, touches_tensors
 from .policies import Policy
 from .recipes import Recipe, tensor_arguments
@@ -38,12 +40,16 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
         verdict = verdicts.get(key)
         if verdict is None:
             verdict = _validate(c, fake_mode, strict)
+            if strict and verdict.reason is None:
+                verdict = replace(verdict, order=_order_seen(c, fake_mode))
             verdicts.add(key, verdict)
             report.checked += 1
         c.refused, c.shared = verdict.reason, verdict.shared
         if verdict.found is not None:
             found = [(i, Policy(name)) for i, name in verdict.found]
             c.recipe = recipes.of_casts(c.node, c.placement.state, found)
+        if verdict.order and c.recipe is not None:
+            c.recipe = c.recipe.ordered(verdict.order)
     verdicts.save()
 
 
@@ -114,6 +120,27 @@ def _casts_seen(
         if not full and _is_cached(n, c.placement.state):
             shared.append(i)
     return casts, tuple(shared)
+
+
+def _order_seen(c: Candidate, fake_mode: Any) -> tuple[int, ...]:
+    """The order in which eager autocast casts the arguments of a call, where one tensor is several
+    of them: it is the order in which their gradients are added up. (Most kernels cast from right to
+    left, for C++ compilers may evaluate arguments so.)"""
+    values = [n.meta.get("example_value") for n in tensor_arguments(c.node)]
+    floating = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    if len(floating) == len(set(map(id, floating))) or looks_mutating(c.node):
+        return ()
+    with observing(fake_mode), torch.set_grad_enabled(c.grad):
+        apart = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+
+    def call() -> Any:
+        return recipes.run(*recipes.apply(Recipe(), c.node, lambda i, _: apart[i], recipes.run))
+
+    seen = observe(call, c.placement.state, fake_mode, c.grad, weight_cache=False)
+    if isinstance(seen, Failed):
+        return ()
+    numbers = {id(value): i for i, value in enumerate(apart)}
+    return tuple(numbers[key] for key in seen.cast_to if key in numbers)
 
 
 def _shared_by_name(c: Candidate) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ graph nodes, to write it down. So what was checked is what is built.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -73,6 +73,16 @@ class Recipe:
 
     def __bool__(self) -> bool:
         return bool(self.casts or self.promoted or self.with_dtype)
+
+    def ordered(self, order: Sequence[int]) -> Recipe:
+        """The same casts, made in the order of these argument numbers."""
+        rank = {i: position for position, i in enumerate(order)}
+        casts = sorted(self.casts, key=lambda pair: rank.get(pair[0], len(rank)))
+        groups = (
+            (tuple(sorted(group, key=lambda i: rank.get(i, len(rank)))), device_type)
+            for group, device_type in self.promoted
+        )
+        return replace(self, casts=tuple(casts), promoted=tuple(groups))
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:

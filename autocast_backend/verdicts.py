@@ -40,11 +40,14 @@ class Verdict:
         found: numbers of the arguments to cast, and whether to float32 ("fp32") or to the lower
             precision, where the policy table has no answer that holds but watching eager gave one;
             None where the table's answer holds.
+        order: numbers of the arguments in the order in which eager casts them, where one tensor is
+            several arguments.
     """
 
     reason: str | None = None
     shared: tuple[int, ...] = ()
     found: tuple[tuple[int, str], ...] | None = None
+    order: tuple[int, ...] = ()
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
@@ -94,7 +97,7 @@ class Verdicts:
         if not self._unsaved or self._path is None:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
-        rows = {k: [v.reason, v.shared, v.found] for k, v in stable.items()}
+        rows = {k: [v.reason, v.shared, v.found, v.order] for k, v in stable.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its final place and renamed, so that a reader never sees half a file.
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
@@ -118,9 +121,11 @@ def _load(path: Path) -> dict[str, Verdict]:
         return {}
 
 
-def _verdict(reason: str | None, shared: list[int], found: list[list[Any]] | None) -> Verdict:
+def _verdict(
+    reason: str | None, shared: list[int], found: list[list[Any]] | None, order: list[int]
+) -> Verdict:
     casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
-    return Verdict(reason, tuple(shared), casts)
+    return Verdict(reason, tuple(shared), casts, tuple(order))
 
 
 def _path(keys: list[str]) -> Path | None:

@@ -40,6 +40,8 @@ class Writer:
         self.report = report
         # The casts eager autocast would find in its cache: one per weight, scope and grad mode.
         self.weight_casts: dict[tuple[Any, ...], fx.Node] = {}
+        # `w.float()` is w itself, and the cache knows tensors: id of a value -> its first node.
+        self._first = {id(n.meta.get("example_value")): n for n in reversed(self.graph.nodes)}
 
     def write(self) -> None:
         """Rewrite every candidate, bracket those that were refused, and drop the region nodes."""
@@ -130,9 +132,11 @@ class Writer:
         def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
             if not isinstance(args[0], fx.Node) or args[0] not in shared:
                 return self._add(c, target, args, kwargs)
-            key = (args[0], target, args[1:], c.placement.scope, c.grad)
+            weight = self._first[id(args[0].meta["example_value"])]
+            key = (weight, target, args[1:], c.placement.scope, c.grad)
             if key not in self.weight_casts:
-                cast = self.weight_casts[key] = self._add(c, target, args, kwargs)
+                cast = self._add(c, target, (weight, *args[1:]), kwargs)
+                self.weight_casts[key] = cast
                 cast.meta[CACHED] = True
             return self.weight_casts[key]
 

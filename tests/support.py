@@ -7,7 +7,8 @@ difference is not ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +61,20 @@ def train_step(
         "gradients": [p.grad for p in model.parameters()],
         "buffers": list(model.buffers()),
     }
+
+
+@contextlib.contextmanager
+def autocast_put_right() -> Iterator[None]:
+    """Leave autocast as it was when a graph raises inside a region, whose exit node then does not
+    run: its state, how deep its contexts are nested, and so when its weight cache is cleared."""
+    before = AutocastState.current()
+    try:
+        yield
+    finally:
+        before.restore()
+        for _ in range(torch.autocast_increment_nesting()):
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
 
 
 def graph_of(

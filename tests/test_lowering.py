@@ -269,6 +269,47 @@ def test_a_cast_that_eager_does_not_cache_is_not_shared() -> None:
     assert all(linear_weight not in reader.all_input_nodes for reader in readers)
 
 
+def test_a_weight_by_another_name_is_the_same_weight() -> None:
+    """`float()` of a float32 tensor is the tensor itself, which eager's cache knows."""
+    weight = nn.Parameter(torch.randn(8, 8))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return x @ weight + x @ weight.float()
+
+    calls = targets(lower_autocast(capture(function, torch.randn(8, 8))))
+    assert calls.count("autocast_to_bf16.default") == 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.addmm(x, x, x),
+        lambda x: x @ x,
+        lambda x: torch.linalg.multi_dot([x, x, x]),
+        lambda x: torch.cat([x, x, x.double()]),
+    ],
+    ids=["addmm", "matmul", "multi_dot", "cat"],
+)
+def test_gradients_of_one_tensor_add_up_in_the_order_of_eager(call: Any) -> None:
+    """Three gradients in float32 and more: their sum hangs on the order of the casts."""
+
+    def function(x: torch.Tensor) -> Any:
+        x = x.sin()
+        with torch.autocast(**BF16):
+            return call(x), x.exp() / 3, x.cos()
+
+    def gradient(run: Any, given: torch.Tensor) -> torch.Tensor:
+        x = given.clone().requires_grad_()
+        torch.cat([t.float().flatten() for t in run(x)]).square().mean().backward()
+        return x.grad
+
+    lowered = lower_autocast(capture(function, torch.randn(8, 8).requires_grad_()))
+    for seed in range(4):
+        given = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
+        assert_same_bits(gradient(lowered, given), gradient(function, given))
+
+
 def test_an_unknown_higher_order_op_is_bracketed_whole() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from autocast_backend import AutocastState
 from tests.aot.harness import (
     AOT_EAGER,
     BACKWARDS,
@@ -32,7 +31,7 @@ from tests.aot.harness import (
     leaves,
     loss_of,
 )
-from tests.support import assert_same_bits
+from tests.support import assert_same_bits, autocast_put_right
 
 
 def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -127,12 +126,8 @@ def test_random_numbers_are_the_same_when_they_are_computed_again(way: str) -> N
 def nesting_restored() -> Iterator[None]:
     """A checkpoint stops computing its body again by an exception. The graph the oracle runs then
     misses its `_exit_autocast`, and autocast's weight cache would never be cleared again."""
-    before = AutocastState.current()
-    yield
-    before.restore()
-    for _ in range(torch.autocast_increment_nesting()):
-        torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
+    with autocast_put_right():
+        yield
 
 
 @pytest.mark.usefixtures("nesting_restored")
