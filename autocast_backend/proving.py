@@ -136,7 +136,7 @@ def _order_seen(c: Candidate, fake_mode: Any) -> tuple[int, ...]:
     def call() -> Any:
         return recipes.run(*recipes.apply(Recipe(), c.node, lambda i, _: apart[i], recipes.run))
 
-    seen = observe(call, c.placement.state, fake_mode, c.grad, weight_cache=False)
+    seen = observe(call, c.placement.state, fake_mode, c.grad, False)
     if isinstance(seen, Failed):
         return ()
     numbers = {id(value): i for i, value in enumerate(apart)}
