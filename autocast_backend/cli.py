@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
+from pathlib import Path
 
 from ._native import KernelTierError
 
@@ -18,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "policies":
             status = _policies(options.device, options.check)
+        elif options.command == "lower":
+            status = _lower(options)
         else:
             status = _info()
         sys.stdout.flush()
@@ -46,7 +49,30 @@ def _parser() -> argparse.ArgumentParser:
         help="compare the tables with what the installed torch registers; exit with 1 if they "
         "differ",
     )
+    lower = commands.add_parser(
+        "lower", help="smart casts in place of the autocast regions of an exported program"
+    )
+    lower.add_argument("program", type=Path, help="a file that torch.export.save wrote")
+    lower.add_argument("-o", "--output", type=Path, required=True, help="the lowered program")
+    lower.add_argument(
+        "--report", type=Path, metavar="FILE", help="an HTML page: what became of each call"
+    )
+    lower.add_argument(
+        "--device", metavar="TYPE", help="lower for another device type than the CPU, such as cuda"
+    )
     return parser
+
+
+def _lower(options: argparse.Namespace) -> int:
+    from .export.command import CommandError, lower_file
+    from .regions import RegionError
+
+    try:
+        print(lower_file(options.program, options.output, options.report, options.device))
+    except (CommandError, RegionError, ValueError) as error:
+        print(f"smart-autocast lower: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _info() -> int:

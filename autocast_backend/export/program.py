@@ -69,7 +69,8 @@ def lower_with_report(
     policies: Mapping[str, Any] | None = None,
 ) -> tuple[ExportedProgram, Report]:
     """As `lower`; with what was done: counts, and the calls that stay under autocast, with why."""
-    _check(exported_program, device_type)
+    _check(exported_program)
+    check_device_type(device_type)
     overrides = bind(parse_overrides("policies", policies), exported_program.graph_module)
     context = Context(AutocastState.of(ambient), other_dtypes=True, overrides=overrides)
     graph, signature = hops_to_regions(
@@ -101,7 +102,7 @@ def forget_weight_cache_flag(graph_module: fx.GraphModule) -> None:
             node.args = (*node.args[:3], None)
 
 
-def _check(program: Any, device_type: Any) -> None:
+def _check(program: Any) -> None:
     if not isinstance(program, ExportedProgram):
         raise TypeError(
             "exported_program: expected a torch.export.ExportedProgram, as torch.export.export "
@@ -113,6 +114,10 @@ def _check(program: Any, device_type: Any) -> None:
             "run_decompositions() has made: its casts have dtypes already. Lower it first, and "
             "decompose what lower returns"
         )
+
+
+def check_device_type(device_type: Any) -> None:
+    """Refuse what is neither None nor a device type that autocast knows."""
     known = autocast_device_types()
     if device_type is not None and not isinstance(device_type, str):
         raise TypeError(f"device_type: expected a string or None; got {device_type!r}")
