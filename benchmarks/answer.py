@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -70,6 +71,12 @@ class Answer:
     machine: dict[str, object] = field(default_factory=machine_facts)
     sections: dict[str, object] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
+
+    @classmethod
+    def to(cls, question: str, flags: argparse.Namespace) -> Answer:
+        """An empty answer to a question that was asked with these flags."""
+        settings = {name: value for name, value in vars(flags).items() if name != "out"}
+        return cls(question=question, settings=settings, device=flags.device)
 
     def add(self, section: str, rows: Sequence[Row], **facts: object) -> None:
         """Keep a comparison under `section`, with any further facts about it."""

@@ -55,11 +55,13 @@ class ViT(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, length) to next-token logits (batch, length, 1024), with tied embeddings."""
+    """Tokens (batch, length) to next-token logits (batch, length, words), with tied embeddings."""
 
-    def __init__(self, layers: int, width: int = 128, heads: int = 4, length: int = 64) -> None:
+    def __init__(
+        self, layers: int, width: int = 128, heads: int = 4, length: int = 64, words: int = 1024
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(1024, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.aot import outside_of_modes
+from .._torch.aot import in_dispatch_mode, outside_of_modes
 
 
 class Contents:
@@ -86,8 +86,11 @@ def _leaf() -> Tensor:
 def _cast_into_cache() -> Tensor:
     """A cast that ATen's autocast cache owns. On the CPU, whatever device autocast is on for: the
     cache is one for all of them, and a flag of the CPU's is all that has to be set for it."""
+    if torch.is_inference_mode_enabled() or in_dispatch_mode():
+        with outside_of_modes(), torch.inference_mode(False):
+            return _cast_into_cache()
     on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    with outside_of_modes(), torch.inference_mode(False), torch.enable_grad():
+    with torch.enable_grad():
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.bfloat16)
         try:
