@@ -24,6 +24,7 @@ std::string compiler() {
 // In ATen's spelling.
 std::string cpu_capability() {
   switch (smart_autocast::cpu_capability()) {
+    case smart_autocast::Capability::kAvx512Bf16:
     case smart_autocast::Capability::kAvx512:
       return "AVX512";
     case smart_autocast::Capability::kAvx2:

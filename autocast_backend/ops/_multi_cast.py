@@ -2,15 +2,16 @@
 
 The op itself is in ``csrc/ops/multi_cast.cpp`` (or ``reference.py``).
 
-With gradients on, a tensor that requires grad is cast by ``aten::to`` and the rest in one pass. So
-every tensor has its own autograd node: a frozen tensor's result requires no grad, an absent
-gradient stays None, and no gradient waits for those of other tensors. One node for all of them,
-such as ``torch.library.register_autograd`` makes, would be none of that, and slower.
+With gradients on, tensors that require grad are cast by ``aten::to``, each on its own (the op
+``cast_each``), and the rest in one pass. So every tensor has its own autograd node: a frozen
+tensor's result requires no grad, an absent gradient stays None, and no gradient waits for those of
+other tensors. One node for all of them, such as ``torch.library.register_autograd`` makes, would be
+none of that, and slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,21 +32,29 @@ def _fake_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -
     reference.check_multi_cast_out(tensors, dtype, out)
 
 
-def _autograd(
-    below: Callable[..., list[Tensor]], tensors: list[Tensor], dtype: torch.dtype
+def autograd(
+    below: Callable[..., list[Tensor]], tensors: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
+    """What autograd calls; `below` is the op without autograd."""
     if not (torch.is_grad_enabled() and any_requires_grad(tensors)):
         return below(tensors, dtype)
+    cast_each = torch.ops.smart_autocast.cast_each.default
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    if len(trained) == len(tensors):
+        return cast_each(trained, dtype)
     frozen = [tensor for tensor in tensors if not tensor.requires_grad]
-    cast = iter(below(frozen, dtype) if frozen else [])
-    return [
-        tensor.to(dtype, copy=True) if tensor.requires_grad else next(cast) for tensor in tensors
-    ]
+    with_grad, without = iter(cast_each(trained, dtype)), iter(below(frozen, dtype))
+    return [next(with_grad if tensor.requires_grad else without) for tensor in tensors]
 
 
-def _autograd_out(
-    below: Callable[..., None], tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]
+def autograd_out(
+    below: Callable[..., None],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    out: Sequence[Tensor],
 ) -> None:
+    """The same for the form with `out`."""
     if torch.is_grad_enabled() and any_requires_grad(tensors, out):
         raise RuntimeError(
             "smart_autocast::multi_cast: argument 'out' takes no gradients, but a tensor requires "
@@ -65,6 +74,6 @@ def register() -> None:
     """Registers all of it; the op must be defined already."""
     torch.library.register_fake(_NAME, _fake)
     torch.library.register_fake(f"{_NAME}.out", _fake_out)
-    register_autograd_kernel("multi_cast", _autograd)
-    register_autograd_kernel("multi_cast.out", _autograd_out, mutates=True)
+    register_autograd_kernel("multi_cast", autograd)
+    register_autograd_kernel("multi_cast.out", autograd_out, mutates=True)
     torch.library.register_vmap(_NAME, _vmap)

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._torch.dispatch import may_skip_autograd, without_autograd
+from . import _multi_cast
+
+_ops = torch.ops.smart_autocast
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
 
 def multi_cast(
     tensors: Sequence[Tensor], dtype: torch.dtype, *, out: Sequence[Tensor] | None = None
@@ -34,7 +40,7 @@ def multi_cast(
             ``out`` does not fit, shares memory with ``tensors`` or in itself, or a tensor requires
             grad while gradients are on.
     """
-    _check_tensors("tensors", tensors)
+    plain = _check_tensors("tensors", tensors) and may_skip_autograd()
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             "argument 'dtype' must be a torch.dtype such as torch.bfloat16, got "
@@ -45,20 +51,40 @@ def multi_cast(
             f"argument 'dtype' must be a floating dtype such as torch.bfloat16, got {dtype}"
         )
     if out is None:
-        return torch.ops.smart_autocast.multi_cast.default(tensors, dtype)
-    _check_tensors("out", out)
-    torch.ops.smart_autocast.multi_cast.out(tensors, dtype, out=out)
+        if not plain:
+            return _ops.multi_cast.default(tensors, dtype)
+        return _multi_cast.autograd(_below_autograd, tensors, dtype)
+    if not (_check_tensors("out", out) and plain):
+        _ops.multi_cast.out(tensors, dtype, out=out)
+    else:
+        _multi_cast.autograd_out(_below_autograd_out, tensors, dtype, out=out)
     return list(out)
 
 
-def _check_tensors(argument: str, value: object) -> None:
+def _below_autograd(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    with without_autograd():
+        return _ops.multi_cast.default(tensors, dtype)
+
+
+def _below_autograd_out(
+    tensors: Sequence[Tensor], dtype: torch.dtype, *, out: Sequence[Tensor]
+) -> None:
+    with without_autograd():
+        _ops.multi_cast.out(tensors, dtype, out=out)
+
+
+def _check_tensors(argument: str, value: object) -> bool:
+    """Whether all of them are plain tensors or parameters: no subclass that may hold others."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(
             f"argument '{argument}' must be a list or tuple of tensors, got {type(value).__name__}"
         )
+    if _PLAIN.issuperset(map(type, value)):
+        return True
     for index, tensor in enumerate(value):
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"argument '{argument}[{index}]' must be a torch.Tensor, got "
                 f"{type(tensor).__name__}; make one with torch.as_tensor"
             )
+    return False

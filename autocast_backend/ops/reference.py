@@ -119,6 +119,10 @@ def cast(self: Tensor, dtype: torch.dtype) -> Tensor:
     return self.to(dtype, copy=True)
 
 
+def cast_each(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype, copy=True) for tensor in tensors]
+
+
 def check_multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
         raise _fail(
@@ -209,6 +213,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "promote": (promote, _COMPOSITE),
     "full_precision_dtype": (full_precision_dtype, _COMPOSITE),
     "cast": (cast, ("CompositeExplicitAutograd",)),
+    "cast_each": (cast_each, _COMPOSITE),
     "multi_cast": (multi_cast, ("CompositeExplicitAutograd",)),
     "multi_cast.out": (multi_cast_out, ("CompositeExplicitAutograd",)),
 }

@@ -21,6 +21,7 @@ SCHEMAS: dict[str, str] = {
         "(Tensor self, ScalarType? dtype=None, *, str? device_type=None) -> ScalarType?"
     ),
     "cast": "(Tensor self, ScalarType dtype) -> Tensor",
+    "cast_each": "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
     "multi_cast": "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
     "multi_cast.out": "(Tensor[] tensors, ScalarType dtype, *, Tensor(a!)[] out) -> ()",
 }

@@ -1,25 +1,26 @@
 #include "multi_cast.h"
 
-#include <torch/csrc/stable/library.h>
-
 namespace smart_autocast {
 
-std::vector<Tensor> multi_cast(const std::vector<Tensor>& tensors, ScalarType dtype) {
+void multi_cast(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = take_list(stack[0]);
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
   check_multi_cast(tensors, dtype);
-  std::vector<Tensor> results;
+  TensorList results;
   results.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) {
-    results.push_back(torch::stable::to(tensor, dtype, /*layout=*/std::nullopt,
-                                        /*device=*/std::nullopt, /*pin_memory=*/std::nullopt,
-                                        /*non_blocking=*/false, /*copy=*/true));
+  for (const OwnedTensor& tensor : tensors) {
+    results.push_back(cast_by_aten(tensor, dtype));
   }
-  return results;
+  stack[0] = give_list(std::move(results));
 }
 
-void multi_cast_out(const std::vector<Tensor>& tensors, ScalarType dtype, std::vector<Tensor> out) {
+void multi_cast_out(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = take_list(stack[0]);
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
+  const TensorList out = take_list(stack[2]);
   check_multi_cast_out(tensors, dtype, out);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    torch::stable::copy_(out[i], tensors[i]);
+    copy_by_aten(out[i], tensors[i]);
   }
 }
 
@@ -38,6 +39,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smart_autocast, m) {
 
 // Devices without a kernel of ours: ATen's copies, one by one.
 STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CompositeExplicitAutograd, m) {
-  m.impl("multi_cast", TORCH_BOX(&smart_autocast::multi_cast));
-  m.impl("multi_cast.out", TORCH_BOX(&smart_autocast::multi_cast_out));
+  m.impl("multi_cast", &smart_autocast::multi_cast);
+  m.impl("multi_cast.out", &smart_autocast::multi_cast_out);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "smart_cast.h"
+#include "tensor_list.h"
 
 #include <algorithm>
 #include <string>
@@ -10,27 +11,31 @@
 
 namespace smart_autocast {
 
-struct MultiCastDevice {
-  int32_t type = 0;
-  int32_t index = 0;
-
-  explicit MultiCastDevice(const Tensor& tensor) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
-  }
-  bool operator==(const MultiCastDevice&) const = default;
-};
+inline void copy_by_aten(const OwnedTensor& to, const OwnedTensor& from) {
+  Tensor out = stable_tensor(to);
+  torch::stable::copy_(out, stable_tensor(from));
+}
 
 // The dtype that is asked for, and tensors of real numbers on one device.
-inline void check_multi_cast(const std::vector<Tensor>& tensors, ScalarType dtype) {
+inline void check_multi_cast(const TensorList& tensors, ScalarType dtype) {
   if (dtype != ScalarType::Double && !is_autocast_dtype(dtype)) {
     fail("multi_cast", std::string("argument 'dtype' must be a floating dtype, such as "
                                    "torch.bfloat16, got ") +
                            torch::headeronly::toString(dtype));
   }
-  for (const Tensor& tensor : tensors) {
-    check_supported("multi_cast", "tensors", tensor);
-    if (!(MultiCastDevice(tensor) == MultiCastDevice(tensors[0]))) {
+  if (tensors.empty()) {
+    return;
+  }
+  const DeviceOf device(tensors[0]);
+  const int32_t strided = aoti_torch_layout_strided();
+  int32_t checked_dtype = -1;  // many tensors have the dtype of the one before
+  for (const OwnedTensor& tensor : tensors) {
+    const int32_t own_dtype = dtype_of(tensor);
+    if (own_dtype != checked_dtype || layout_of(tensor) != strided) {
+      check_supported("multi_cast", "tensors", stable_tensor(tensor));
+      checked_dtype = own_dtype;
+    }
+    if (!(DeviceOf(tensor) == device)) {
       fail("multi_cast",
            "argument 'tensors' must hold tensors on one device, got tensors on two; call it once "
            "for each device");
@@ -38,78 +43,89 @@ inline void check_multi_cast(const std::vector<Tensor>& tensors, ScalarType dtyp
   }
 }
 
-inline bool same_sizes(const Tensor& a, const Tensor& b) {
-  const auto sizes = a.sizes(), others = b.sizes();
-  return sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin());
-}
-
 // The first byte of a tensor that holds elements, and the one after its last.
 struct ByteRange {
   const char* begin;
   const char* end;
-  bool written;
+
+  ByteRange(const OwnedTensor& tensor, const Geometry& geometry, int64_t element_size) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < geometry.dim; ++i) {
+      last += (geometry.sizes[i] - 1) * geometry.strides[i];
+    }
+    begin = data_of(tensor);
+    end = begin + (last + 1) * element_size;
+  }
+  bool operator<(const ByteRange& other) const { return begin < other.begin; }
 };
 
-inline ByteRange byte_range(const Tensor& tensor, bool written) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  int64_t last = 0;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    last += (sizes[i] - 1) * strides[i];
-  }
-  const auto* begin = static_cast<const char*>(tensor.data_ptr());
-  return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size()), written};
+[[noreturn]] inline void fail_overlap() {
+  fail("multi_cast",
+       "argument 'out' must not overlap with 'tensors' or in itself, first byte to last; pass "
+       "tensors made with torch.empty_like(tensor, dtype=dtype)");
 }
 
-// `out` fits `tensors` one by one, and no memory that is written is anything else's too: the order
-// in which elements are written is nobody's to know.
-inline void check_multi_cast_out(const std::vector<Tensor>& tensors, ScalarType dtype,
-                                 const std::vector<Tensor>& out) {
+// No memory that is written is anything else's too: the order in which elements are written is
+// nobody's to know.
+inline void check_no_overlap(const std::vector<ByteRange>& read, std::vector<ByteRange>& written) {
+  if (!std::is_sorted(written.begin(), written.end())) {
+    std::sort(written.begin(), written.end());
+  }
+  for (size_t i = 1; i < written.size(); ++i) {
+    if (written[i].begin < written[i - 1].end) {
+      fail_overlap();
+    }
+  }
+  for (const ByteRange& range : read) {
+    // The last one that begins before this ends, and so the only one that can reach into it.
+    const auto after =
+        std::partition_point(written.begin(), written.end(),
+                             [&](const ByteRange& other) { return other.begin < range.end; });
+    if (after != written.begin() && (after - 1)->end > range.begin) {
+      fail_overlap();
+    }
+  }
+}
+
+// `out` fits `tensors` one by one, and its memory is its own.
+inline void check_multi_cast_out(const TensorList& tensors, ScalarType dtype,
+                                 const TensorList& out) {
   check_multi_cast(tensors, dtype);
   if (out.size() != tensors.size()) {
     fail("multi_cast", "argument 'out' must hold as many tensors as 'tensors', " +
                            std::to_string(tensors.size()) + ", got " + std::to_string(out.size()));
   }
-  std::vector<ByteRange> ranges;
-  ranges.reserve(2 * tensors.size());
+  const auto fail_at = [](size_t i, const std::string& expected) {
+    fail("multi_cast", "argument 'out[" + std::to_string(i) + "]' must " + expected);
+  };
+  const int32_t code = dtype_code(dtype);
+  std::vector<ByteRange> read, written;
+  read.reserve(tensors.size());
+  written.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const std::string name = "argument 'out[" + std::to_string(i) + "]' must ";
-    if (out[i].scalar_type() != dtype) {
-      fail("multi_cast", name + "have the dtype asked for, " + torch::headeronly::toString(dtype) +
-                             ", got " + torch::headeronly::toString(out[i].scalar_type()));
+    if (dtype_of(out[i]) != code) {
+      fail_at(i, std::string("have the dtype asked for, ") + torch::headeronly::toString(dtype));
     }
-    if (!same_sizes(out[i], tensors[i])) {
-      fail("multi_cast", name + "have the shape of 'tensors[" + std::to_string(i) +
-                             "]'; make it with torch.empty_like(tensor, dtype=dtype)");
+    const Geometry from(tensors[i]), to(out[i]);
+    if (from.dim != to.dim || !std::equal(from.sizes, from.sizes + from.dim, to.sizes)) {
+      fail_at(i, "have the shape of 'tensors[" + std::to_string(i) +
+                     "]'; make it with torch.empty_like(tensor, dtype=dtype)");
     }
-    if (!(MultiCastDevice(out[i]) == MultiCastDevice(tensors[i]))) {
-      fail("multi_cast", name + "be on the device of 'tensors'");
+    if (!(DeviceOf(out[i]) == DeviceOf(tensors[i]))) {
+      fail_at(i, "be on the device of 'tensors'");
     }
-    if (tensors[i].numel() == 0) {
+    if (from.numel == 0) {
       continue;
     }
-    const auto sizes = out[i].sizes(), strides = out[i].strides();
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      if (sizes[d] > 1 && strides[d] == 0) {
-        fail("multi_cast", name + "have memory of its own for every element, got an expanded one");
+    for (int64_t d = 0; d < to.dim; ++d) {
+      if (to.sizes[d] > 1 && to.strides[d] == 0) {
+        fail_at(i, "have memory of its own for every element, got an expanded one");
       }
     }
-    ranges.push_back(byte_range(tensors[i], false));
-    ranges.push_back(byte_range(out[i], true));
+    read.emplace_back(tensors[i], from, aoti_torch_dtype_element_size(dtype_of(tensors[i])));
+    written.emplace_back(out[i], to, aoti_torch_dtype_element_size(code));
   }
-
-  std::sort(ranges.begin(), ranges.end(),
-            [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; });
-  const char* read_until = nullptr;
-  const char* written_until = nullptr;
-  for (const ByteRange& range : ranges) {
-    if (range.begin < written_until || (range.written && range.begin < read_until)) {
-      fail("multi_cast",
-           "argument 'out' must not overlap with 'tensors' or in itself, first byte to last; pass "
-           "tensors made with torch.empty_like(tensor, dtype=dtype)");
-    }
-    const char*& until = range.written ? written_until : read_until;
-    until = std::max(until, range.end);
-  }
+  check_no_overlap(read, written);
 }
 
 }  // namespace smart_autocast

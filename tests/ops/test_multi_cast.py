@@ -143,6 +143,18 @@ def test_frozen_tensors_and_absent_gradients() -> None:
         assert not any(result.requires_grad for result in multi_cast(tensors, bf16))
 
 
+def test_cast_each() -> None:
+    """What tensors that require grad go through: a composite op, so aten::to alone is recorded."""
+    cast_each = torch.ops.smart_autocast.cast_each.default
+    tensors = mixture()
+    assert_all_same(cast_each(tensors, f16), expected(tensors, f16))
+    weight = sample(f32, 3, 5).requires_grad_()
+    (result,) = cast_each([weight], bf16)
+    assert result.grad_fn.name() == "ToCopyBackward0"
+    torch.library.opcheck(cast_each, ([weight, sample(f16, 3)], bf16))
+    assert_same(torch.vmap(lambda x: cast_each([x], bf16)[0])(weight.detach()), result.detach())
+
+
 def test_second_gradient_and_transforms() -> None:
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         x, y = multi_cast([a, b], f64)

@@ -12,7 +12,7 @@
 
 namespace smart_autocast {
 
-enum class Capability { kDefault, kAvx2, kAvx512 };
+enum class Capability { kDefault, kAvx2, kAvx512, kAvx512Bf16 };
 
 inline Capability detect_capability() {
 #if defined(__x86_64__)
@@ -33,7 +33,9 @@ inline Capability detect_capability() {
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
     return Capability::kAvx2;
   }
-  return Capability::kAvx512;
+  // ATen's name AVX512 does not tell the two apart, nor do results.
+  const bool bf16 = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & 1 << 5) != 0;
+  return bf16 ? Capability::kAvx512Bf16 : Capability::kAvx512;
 #else
   return Capability::kDefault;
 #endif

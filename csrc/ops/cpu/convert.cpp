@@ -43,6 +43,7 @@ struct Lanes {
     store<From>(to, value);
   }
   static void fence() {}
+  static void prefetch(const void*) {}
 };
 
 // Elements of one dtype, to themselves. A line of the cache at a time where the stores go around
@@ -101,6 +102,9 @@ ConvertFunction find_convert(ScalarType to, ScalarType from) {
   ConvertFunction found = nullptr;
 #if defined(__x86_64__)
   switch (cpu_capability()) {
+    case Capability::kAvx512Bf16:
+      found = find_convert_avx512_bf16(to, from);
+      break;
     case Capability::kAvx512:
       found = find_convert_avx512(to, from);
       break;

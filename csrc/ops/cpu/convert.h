@@ -30,5 +30,7 @@ ConvertFunction find_convert_avx2(torch::headeronly::ScalarType to,
                                   torch::headeronly::ScalarType from);
 ConvertFunction find_convert_avx512(torch::headeronly::ScalarType to,
                                     torch::headeronly::ScalarType from);
+ConvertFunction find_convert_avx512_bf16(torch::headeronly::ScalarType to,
+                                         torch::headeronly::ScalarType from);
 
 }  // namespace smart_autocast

@@ -4,86 +4,110 @@
 
 #if defined(__AVX2__) && defined(__F16C__)
 
-#include <immintrin.h>
-
 #include "convert_loop.h"
+
+#include <immintrin.h>
 
 namespace {
 
 struct Lanes {
-  static constexpr int kSize = 8;
-  using Register = __m256;
+  static constexpr int kSize = 16;
+  struct Register {
+    __m256 low, high;
+  };
 
-  static Register load(const float* from) { return _mm256_loadu_ps(from); }
-  static Register load(const double* from) {
-    const __m128 low = _mm256_cvtpd_ps(_mm256_loadu_pd(from));
-    const __m128 high = _mm256_cvtpd_ps(_mm256_loadu_pd(from + 4));
-    return _mm256_set_m128(high, low);
+  static Register load(const float* from) {
+    return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
   }
-  static Register load(const Half* from) { return _mm256_cvtph_ps(load_16_bits(from)); }
+  static Register load(const double* from) { return {load_8(from), load_8(from + 8)}; }
+  static Register load(const Half* from) {
+    return {_mm256_cvtph_ps(load_16_bits(from)), _mm256_cvtph_ps(load_16_bits(from + 8))};
+  }
   static Register load(const BFloat16* from) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bits(from)), 16));
+    return {from_bf16(load_16_bits(from)), from_bf16(load_16_bits(from + 8))};
   }
 
   template <typename>
   static void store(float* to, Register value) {
-    _mm256_storeu_ps(to, value);
+    _mm256_storeu_ps(to, value.low);
+    _mm256_storeu_ps(to + 8, value.high);
   }
   template <typename>
   static void store(double* to, Register value) {
-    _mm256_storeu_pd(to, low_half(value));
-    _mm256_storeu_pd(to + 4, high_half(value));
+    _mm256_storeu_pd(to, low_half(value.low));
+    _mm256_storeu_pd(to + 4, high_half(value.low));
+    _mm256_storeu_pd(to + 8, low_half(value.high));
+    _mm256_storeu_pd(to + 12, high_half(value.high));
   }
   template <typename>
   static void store(Half* to, Register value) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), to_half(value));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_half(value));
   }
   template <typename From>
   static void store(BFloat16* to, Register value) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), to_bf16(value, kBf16Nan<From>));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_bf16(value, kBf16Nan<From>));
   }
 
   template <typename>
   static void stream(float* to, Register value) {
-    _mm256_stream_ps(to, value);
+    _mm256_stream_ps(to, value.low);
+    _mm256_stream_ps(to + 8, value.high);
   }
   template <typename>
   static void stream(double* to, Register value) {
-    _mm256_stream_pd(to, low_half(value));
-    _mm256_stream_pd(to + 4, high_half(value));
+    _mm256_stream_pd(to, low_half(value.low));
+    _mm256_stream_pd(to + 4, high_half(value.low));
+    _mm256_stream_pd(to + 8, low_half(value.high));
+    _mm256_stream_pd(to + 12, high_half(value.high));
   }
   template <typename>
   static void stream(Half* to, Register value) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to), to_half(value));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), to_half(value));
   }
   template <typename From>
   static void stream(BFloat16* to, Register value) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to), to_bf16(value, kBf16Nan<From>));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), to_bf16(value, kBf16Nan<From>));
   }
   static void fence() { _mm_sfence(); }
+  static void prefetch(const void* from) {
+    _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
+  }
 
  private:
+  static __m256 load_8(const double* from) {
+    const __m128 low = _mm256_cvtpd_ps(_mm256_loadu_pd(from));
+    const __m128 high = _mm256_cvtpd_ps(_mm256_loadu_pd(from + 4));
+    return _mm256_set_m128(high, low);
+  }
   static __m128i load_16_bits(const void* from) {
     return _mm_loadu_si128(static_cast<const __m128i*>(from));
   }
-  static __m256d low_half(Register value) { return _mm256_cvtps_pd(_mm256_castps256_ps128(value)); }
-  static __m256d high_half(Register value) {
+  static __m256 from_bf16(__m128i bits) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static __m256d low_half(__m256 value) { return _mm256_cvtps_pd(_mm256_castps256_ps128(value)); }
+  static __m256d high_half(__m256 value) {
     return _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
   }
-  static __m128i to_half(Register value) {
-    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  static __m256i to_half(Register value) {
+    constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return _mm256_set_m128i(_mm256_cvtps_ph(value.high, kNearestEven),
+                            _mm256_cvtps_ph(value.low, kNearestEven));
   }
-  // As in convert_avx512.cpp.
-  static __m128i to_bf16(Register value, int nan) {
+  static __m256i to_bf16(Register value, int nan) {
+    // packus works in each half of 128 bits on its own: the permutation puts them in order.
+    const __m256i packed =
+        _mm256_packus_epi32(round_to_bf16(value.low, nan), round_to_bf16(value.high, nan));
+    return _mm256_permute4x64_epi64(packed, 0b11011000);
+  }
+  // As in avx512_lanes.h.
+  static __m256i round_to_bf16(__m256 value, int nan) {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(nan), is_nan);
-    // packus works in each half of 128 bits on its own: the permutation brings the two together.
-    const __m256i packed = _mm256_packus_epi32(result, _mm256_setzero_si256());
-    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(nan), is_nan);
   }
 };
 

@@ -7,6 +7,7 @@
 //   store<From>(To*, Register)         unaligned; From only says what becomes of a NaN
 //   stream<From>(To*, Register)        the same around the caches; `To*` aligned to the whole store
 //   fence()                            makes what was streamed visible to other threads
+//   prefetch(const void*)              a line of the cache that will be loaded; any address
 //
 // Everything stays in an unnamed namespace: a function shared with another file could be the copy
 // that was compiled for an instruction set which the CPU lacks.
@@ -27,6 +28,8 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 constexpr int kCacheLine = 64;
+// How far ahead of a load its line is asked for. Without it, 4 MiB took 16 % longer (Zen 5).
+constexpr int kPrefetchBytes = 2048;
 
 // ATen's vectorized casts to bfloat16 make 0xffff of every NaN, its scalar ones 0x7fc0. Which of
 // them a pair of dtypes gets was read off torch 2.13; the tests compare the bits.
@@ -62,19 +65,15 @@ void convert_run(void* to_bytes, const void* from_bytes, int64_t count, bool str
       convert_few(few);
       head -= few;
     }
-    for (; count >= 4 * kSize; count -= 4 * kSize, to += 4 * kSize, from += 4 * kSize) {
-      for (int i = 0; i < 4; ++i) {
-        Lanes::template stream<From>(to + i * kSize, Lanes::load(from + i * kSize));
-      }
+    for (; count >= kSize; count -= kSize, to += kSize, from += kSize) {
+      Lanes::template stream<From>(to, Lanes::load(from));
     }
     Lanes::fence();
   }
-  for (; count >= 4 * kSize; count -= 4 * kSize, to += 4 * kSize, from += 4 * kSize) {
-    for (int i = 0; i < 4; ++i) {
-      Lanes::template store<From>(to + i * kSize, Lanes::load(from + i * kSize));
-    }
-  }
   for (; count >= kSize; count -= kSize, to += kSize, from += kSize) {
+    for (int line = 0; line < static_cast<int>(kSize * sizeof(From)); line += kCacheLine) {
+      Lanes::prefetch(reinterpret_cast<const char*>(from) + line + kPrefetchBytes);
+    }
     Lanes::template store<From>(to, Lanes::load(from));
   }
   if (count > 0) {

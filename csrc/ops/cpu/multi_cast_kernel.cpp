@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
@@ -21,10 +22,11 @@
 namespace smart_autocast {
 namespace {
 
-// Threads share tensors at multiples of this many elements, whole lines of the cache.
+// Tensors are cut at multiples of this many elements, whole lines of the cache.
 constexpr int64_t kBlock = 64;
-// Elements below which a second thread costs more than it takes over.
-constexpr int64_t kGrain = 32768;
+// Blocks that a thread takes at a time, 65536 elements; with fewer than two such pieces to do, it
+// is not worth waking.
+constexpr int64_t kPiece = 1024;
 
 struct Run {
   ConvertFunction convert;
@@ -36,15 +38,16 @@ struct Run {
 };
 
 // Whether the elements fill a stretch of memory, each in its own place.
-bool is_dense(const Tensor& tensor) {
-  if (tensor.is_contiguous()) {
+bool is_dense(const OwnedTensor& tensor, const Geometry& geometry) {
+  bool contiguous = false;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &contiguous));
+  if (contiguous) {
     return true;
   }
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
   std::vector<std::array<int64_t, 2>> dimensions;  // stride, size
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] != 1) {
-      dimensions.push_back({strides[i], sizes[i]});
+  for (int64_t i = 0; i < geometry.dim; ++i) {
+    if (geometry.sizes[i] != 1) {
+      dimensions.push_back({geometry.strides[i], geometry.sizes[i]});
     }
   }
   std::sort(dimensions.begin(), dimensions.end());
@@ -58,11 +61,10 @@ bool is_dense(const Tensor& tensor) {
   return true;
 }
 
-// Whether an index finds its element at the same place in both.
-bool same_strides(const Tensor& a, const Tensor& b) {
-  const auto sizes = a.sizes(), strides = a.strides(), others = b.strides();
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] != 1 && strides[i] != others[i]) {
+// Whether an index finds its element at the same place in both, which have the same sizes.
+bool same_strides(const Geometry& a, const Geometry& b) {
+  for (int64_t i = 0; i < a.dim; ++i) {
+    if (a.sizes[i] != 1 && a.strides[i] != b.strides[i]) {
       return false;
     }
   }
@@ -92,67 +94,106 @@ void run_all(std::vector<Run>& runs) {
     blocks += (run.count + kBlock - 1) / kBlock;
     bytes += run.count * (run.to_size + run.from_size);
   }
-  // What does not fit in the caches need not push out what is in them. Below, a plain store is up
-  // to twice as fast.
-  const bool stream = bytes > last_level_cache_bytes();
-  torch::stable::parallel_for(0, blocks, kGrain / kBlock, [&](int64_t begin, int64_t end) {
-    auto run = std::upper_bound(runs.begin(), runs.end(), begin,
-                                [](int64_t block, const Run& r) { return block < r.first_block; });
-    for (--run; run != runs.end() && run->first_block < end; ++run) {
-      const int64_t from = std::max<int64_t>(begin - run->first_block, 0) * kBlock;
-      const int64_t to = std::min((end - run->first_block) * kBlock, run->count);
-      run->convert(static_cast<char*>(run->to) + from * run->to_size,
-                   static_cast<const char*>(run->from) + from * run->from_size, to - from, stream);
+  // What does not fit in the caches need not push out what is in them. Far below, a plain store is
+  // up to twice as fast.
+  const bool stream = bytes > last_level_cache_bytes() / 2;
+  const int64_t pieces = (blocks + kPiece - 1) / kPiece;
+  const int64_t workers = std::min<int64_t>(pieces / 2, torch::stable::get_num_threads());
+  // A thread that touches new memory for the first time is many times slower there, and others may
+  // be using its core: each takes the next piece when it is done with one.
+  std::atomic<int64_t> next_piece = 0;
+  const auto work = [&](int64_t, int64_t) {
+    auto run = runs.cbegin();
+    for (int64_t piece; (piece = next_piece.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+      const int64_t begin = piece * kPiece, end = std::min(begin + kPiece, blocks);
+      run = std::upper_bound(run, runs.cend(), begin,
+                             [](int64_t block, const Run& r) { return block < r.first_block; }) -
+            1;
+      for (auto part = run; part != runs.cend() && part->first_block < end; ++part) {
+        const int64_t from = std::max<int64_t>(begin - part->first_block, 0) * kBlock;
+        const int64_t to = std::min((end - part->first_block) * kBlock, part->count);
+        part->convert(static_cast<char*>(part->to) + from * part->to_size,
+                      static_cast<const char*>(part->from) + from * part->from_size, to - from,
+                      stream);
+      }
     }
-  });
-}
-
-void add_run(std::vector<Run>& runs, ConvertFunction convert, const Tensor& to,
-             const Tensor& from) {
-  if (from.numel() > 0) {
-    runs.push_back({convert, to.mutable_data_ptr(), from.const_data_ptr(), from.numel(),
-                    static_cast<int64_t>(to.element_size()),
-                    static_cast<int64_t>(from.element_size())});
+  };
+  if (workers > 1) {
+    torch::stable::parallel_for(0, workers, 1, work);
+  } else {
+    work(0, 1);
   }
 }
 
-std::vector<Tensor> multi_cast_cpu(const std::vector<Tensor>& tensors, ScalarType dtype) {
+// The conversion for each tensor in turn; many have the dtype of the one before.
+class FindConvert {
+ public:
+  explicit FindConvert(ScalarType to) : to_(to) {}
+
+  ConvertFunction operator()(int32_t from) {
+    if (from != last_) {
+      last_ = from;
+      found_ = find_convert(to_, scalar_type(from));
+    }
+    return found_;
+  }
+
+ private:
+  ScalarType to_;
+  int32_t last_ = -1;
+  ConvertFunction found_ = nullptr;
+};
+
+void multi_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = take_list(stack[0]);
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
   check_multi_cast(tensors, dtype);
-  std::vector<Tensor> results;
-  results.reserve(tensors.size());
-  std::vector<Run> runs;
-  runs.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) {
-    const ConvertFunction convert = find_convert(dtype, tensor.scalar_type());
-    if (convert == nullptr || !is_dense(tensor)) {
-      results.push_back(torch::stable::to(tensor, dtype, /*layout=*/std::nullopt,
-                                          /*device=*/std::nullopt, /*pin_memory=*/std::nullopt,
-                                          /*non_blocking=*/false, /*copy=*/true));
-      continue;
-    }
-    AtenTensorHandle result = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        tensor.dim(), tensor.sizes().data(), tensor.strides().data(),
-        torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-        aoti_torch_device_type_cpu(), 0, &result));
-    results.emplace_back(result);
-    add_run(runs, convert, results.back(), tensor);
-  }
-  run_all(runs);
-  return results;
-}
-
-void multi_cast_out_cpu(const std::vector<Tensor>& tensors, ScalarType dtype,
-                        std::vector<Tensor> out) {
-  check_multi_cast_out(tensors, dtype, out);
+  const int32_t code = dtype_code(dtype), cpu = aoti_torch_device_type_cpu();
+  const auto to_size = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
+  FindConvert find(dtype);
+  TensorList results(tensors.size());
   std::vector<Run> runs;
   runs.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const ConvertFunction convert = find_convert(dtype, tensors[i].scalar_type());
-    if (convert != nullptr && is_dense(tensors[i]) && same_strides(tensors[i], out[i])) {
-      add_run(runs, convert, out[i], tensors[i]);
-    } else {
-      torch::stable::copy_(out[i], tensors[i]);
+    const int32_t from = dtype_of(tensors[i]);
+    const ConvertFunction convert = find(from);
+    const Geometry geometry(tensors[i]);
+    if (convert == nullptr || !is_dense(tensors[i], geometry)) {
+      results[i] = cast_by_aten(tensors[i], dtype);
+      continue;
+    }
+    AtenTensorHandle result = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides,
+                                                    code, cpu, /*device_index=*/0, &result));
+    results[i].reset(result);
+    if (geometry.numel > 0) {
+      runs.push_back({convert, data_of(results[i]), data_of(tensors[i]), geometry.numel, to_size,
+                      static_cast<int64_t>(aoti_torch_dtype_element_size(from))});
+    }
+  }
+  run_all(runs);
+  stack[0] = give_list(std::move(results));
+}
+
+void multi_cast_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = take_list(stack[0]);
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
+  const TensorList out = take_list(stack[2]);
+  check_multi_cast_out(tensors, dtype, out);
+  const auto to_size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_code(dtype)));
+  FindConvert find(dtype);
+  std::vector<Run> runs;
+  runs.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int32_t from = dtype_of(tensors[i]);
+    const ConvertFunction convert = find(from);
+    const Geometry geometry(tensors[i]);
+    if (convert == nullptr || !is_dense(tensors[i], geometry) ||
+        !same_strides(geometry, Geometry(out[i]))) {
+      copy_by_aten(out[i], tensors[i]);
+    } else if (geometry.numel > 0) {
+      runs.push_back({convert, data_of(out[i]), data_of(tensors[i]), geometry.numel, to_size,
+                      static_cast<int64_t>(aoti_torch_dtype_element_size(from))});
     }
   }
   run_all(runs);
@@ -162,6 +203,6 @@ void multi_cast_out_cpu(const std::vector<Tensor>& tensors, ScalarType dtype,
 }  // namespace smart_autocast
 
 STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CPU, m) {
-  m.impl("multi_cast", TORCH_BOX(&smart_autocast::multi_cast_cpu));
-  m.impl("multi_cast.out", TORCH_BOX(&smart_autocast::multi_cast_out_cpu));
+  m.impl("multi_cast", &smart_autocast::multi_cast_cpu);
+  m.impl("multi_cast.out", &smart_autocast::multi_cast_out_cpu);
 }

@@ -1,0 +1,127 @@
+// Lists of tensors as the dispatcher hands them over. A torch::stable::Tensor for each would be a
+// shared pointer to a handle that is on the heap already; for many small tensors, making and
+// copying them is a third of a call.
+
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace smart_autocast {
+
+struct DeleteTensor {
+  void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
+};
+using OwnedTensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
+using TensorList = std::vector<OwnedTensor>;
+
+// The tensors of an argument `Tensor[]`; the list itself is deleted.
+inline TensorList take_list(StableIValue argument) {
+  const auto list = torch::stable::detail::to<StableListHandle>(argument);
+  size_t size = 0;
+  TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
+  TensorList tensors(size);
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue element = 0;
+    TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &element));
+    tensors[i].reset(torch::stable::detail::to<AtenTensorHandle>(element));
+  }
+  TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
+  return tensors;
+}
+
+// A result `Tensor[]`.
+inline StableIValue give_list(TensorList tensors) {
+  StableListHandle list = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(tensors.size(), &list));
+  for (OwnedTensor& tensor : tensors) {
+    TORCH_ERROR_CODE_CHECK(
+        torch_list_push_back(list, torch::stable::detail::from(tensor.release())));
+  }
+  return torch::stable::detail::from(list);
+}
+
+// The same tensor for the functions of torch::stable.
+inline torch::stable::Tensor stable_tensor(const OwnedTensor& tensor) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &handle));
+  return torch::stable::Tensor(handle);
+}
+
+inline OwnedTensor owned_tensor(const torch::stable::Tensor& tensor) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &handle));
+  return OwnedTensor(handle);
+}
+
+// aten::to, always into a new tensor.
+inline OwnedTensor cast_by_aten(const OwnedTensor& tensor, torch::headeronly::ScalarType dtype) {
+  return owned_tensor(torch::stable::to(
+      stable_tensor(tensor), dtype, /*layout=*/std::nullopt, /*device=*/std::nullopt,
+      /*pin_memory=*/std::nullopt, /*non_blocking=*/false, /*copy=*/true));
+}
+
+// Where the elements are; the sizes and strides are the tensor's own.
+struct Geometry {
+  int64_t dim = 0;
+  const int64_t* sizes = nullptr;
+  const int64_t* strides = nullptr;
+  int64_t numel = 0;
+
+  explicit Geometry(const OwnedTensor& tensor) {
+    int64_t *own_sizes = nullptr, *own_strides = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &own_sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &own_strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(tensor.get(), &numel));
+    sizes = own_sizes;
+    strides = own_strides;
+  }
+};
+
+inline int32_t dtype_of(const OwnedTensor& tensor) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+inline int32_t layout_of(const OwnedTensor& tensor) {
+  int32_t layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  return layout;
+}
+
+struct DeviceOf {
+  int32_t type = 0;
+  int32_t index = 0;
+
+  explicit DeviceOf(const OwnedTensor& tensor) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+  }
+  bool operator==(const DeviceOf&) const = default;
+};
+
+inline char* data_of(const OwnedTensor& tensor) {
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return static_cast<char*>(data);
+}
+
+// The stable ABI's number of a dtype (the one that dtype_of gives), and back.
+inline int32_t dtype_code(torch::headeronly::ScalarType dtype) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
+inline torch::headeronly::ScalarType scalar_type(int32_t code) {
+  return torch::stable::detail::to<torch::headeronly::ScalarType>(
+      torch::stable::detail::from(code));
+}
+
+}  // namespace smart_autocast
