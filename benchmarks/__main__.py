@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-QUESTIONS = ("compile", "decode", "training", "memory", "gpu")
+QUESTIONS = ("casts", "compile", "decode", "training", "memory", "gpu")
 
 
 def listing() -> str:

@@ -59,13 +59,16 @@ def stages(out: Path) -> list[Stage]:
     build = ("setup.py", "--quiet", "build_ext", "--inplace", "egg_info")  # installs nothing
     demo = (python, "examples/train_digits.py", "--device", "cuda", "--out")
     compiling = ("-m", "benchmarks", "compile", "--quick", "--device", "cuda")
+    casting = ("-m", "benchmarks", "casts", "--device", "cuda", "--rounds", "12")
+    results = str(RESULTS / machine_slug("cuda"))
     plan: list[tuple[str, tuple[str, ...], float]] = [
         ("build", (python, *build), 150),
         ("info", (python, "-m", "autocast_backend.cli", "info"), 30),
         ("tests", (python, "-m", "pytest", "-m", "gpu", "tests"), 120),
         ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 90),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 90),
-        ("compile", (python, *compiling, "--out", str(RESULTS / machine_slug("cuda"))), 150),
+        ("casts", (python, *casting, "--out", results), 120),
+        ("compile", (python, *compiling, "--out", results), 150),
     ]
     return [Stage(name=name, command=command, limit_seconds=limit) for name, command, limit in plan]
 

@@ -168,7 +168,8 @@ def test_narrower_instruction_sets(capability: str) -> None:
     """This file again with the instruction set that ATen, too, is told to use."""
     if "ATEN_CPU_CAPABILITY" in os.environ:
         pytest.skip("this is one of those runs")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, __file__]
     result = subprocess.run(
         command,
         cwd=Path(__file__).parents[2],

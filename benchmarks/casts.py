@@ -1,0 +1,132 @@
+"""Casting many tensors: GB/s against `.to`, `_foreach_copy_` and the speed of a copy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.answer import Answer, text_table
+from benchmarks.cast_cost import Measurement, measure
+from benchmarks.cast_sets import MODELS, CastSet, cast_sets
+from benchmarks.harness import percentile, row_of
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# Where a pass over memory, not the call, is what takes the time.
+LARGE_BYTES = 64 * 2**20
+COPY_SHARE, SMALL_SPEEDUP, MODEL_SPEEDUP = 0.90, 3.0, 1.15
+
+
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
+    parse = argparse.ArgumentParser(prog="python -m benchmarks casts", description=__doc__)
+    parse.add_argument("--quick", action="store_true", help="up to 64 MiB, few rounds: a minute")
+    parse.add_argument("--sets", nargs="+", help="only sets whose names contain one of these")
+    parse.add_argument("--models", nargs="+", choices=MODELS, help="default: all that fit")
+    parse.add_argument("--largest", type=int, help="of single tensors, in MiB (default 4096)")
+    parse.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parse.add_argument("--compiled", action="store_true", help="torch.compile as well: minutes")
+    parse.add_argument("--rounds", type=int, help="default 40, fewer for large sets; quick: 8")
+    parse.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
+    parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
+    parse.add_argument("--out", type=Path, help="folder for casts.json (default: by machine)")
+    return parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
+    flags = parser().parse_args(arguments)
+    flags.rounds = flags.rounds or (8 if flags.quick else 40)
+    flags.largest = flags.largest or (64 if flags.quick else 4096)
+    if flags.models is None:
+        flags.models = [name for name in MODELS if flags.device == "cuda" or "1.3b" not in name]
+    if flags.threads is not None:
+        torch.set_num_threads(flags.threads)
+    settings = {name: value for name, value in vars(flags).items() if name != "out"}
+    answer = Answer(question="casts", settings=settings, device=flags.device)
+    for cast_set in cast_sets(largest_kib=flags.largest * 2**10, models=flags.models):
+        if flags.sets is None or any(part in cast_set.name for part in flags.sets):
+            _measure(cast_set, flags, answer)
+    print("\n" + answer.targets_table())
+    print(f"\nwritten to {answer.save(flags.out)}")
+    return 0
+
+
+def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> None:
+    dtype = DTYPES[flags.dtype]
+    large = cast_set.elements * (4 + dtype.itemsize) >= LARGE_BYTES
+    found = measure(
+        cast_set,
+        dtype,
+        device=flags.device,
+        rounds=max(3, flags.rounds // 4) if large else flags.rounds,
+        seed=flags.seed,
+        compiled=flags.compiled,
+    )
+    title = f"{cast_set.name}, float32 to {flags.dtype}"
+    shares = {row.name: row.ratio for row in found.to_copy}
+    answer.add(
+        title,
+        found.rows,
+        tensors=len(cast_set.shapes),
+        bytes=found.bytes,
+        faults_per_call=found.faults,
+        time_by_copy=shares,
+    )
+    print(f"\n{title}: {len(cast_set.shapes)} tensors, {found.bytes / 1e6:.3f} MB read and written")
+    print(results_table(found), flush=True)
+    _judge(cast_set, found, answer)
+
+
+def results_table(found: Measurement) -> str:
+    """Microseconds, GB/s, % of the copy's speed, times as fast as `.to`, page faults per call."""
+    head = ["", "p20 us", "p50 us", "p80 us", "GB/s", "% of copy", "x .to", "faults"]
+    body = []
+    for row, by_copy in zip(found.rows, found.to_copy, strict=True):
+        times = [f"{seconds * 1e6:.1f}" for seconds in (row.p20, row.p50, row.p80)]
+        assert row.ratio is not None  # both have baselines
+        assert by_copy.ratio is not None
+        body.append(
+            [
+                row.name,
+                *times,
+                f"{found.bytes / row.p50 / 1e9:.1f}",
+                f"{100 / by_copy.ratio:.0f}",
+                f"{1 / row.ratio:.2f}",
+                f"{found.faults[row.name]:.0f}",
+            ]
+        )
+    return text_table(head, body)
+
+
+def _judge(cast_set: CastSet, found: Measurement, answer: Answer) -> None:
+    def at_least(what: str, goal: float, value: float, unit: str) -> None:
+        answer.judge(
+            f"{cast_set.name}: {what}",
+            goal=f">= {goal:g}{unit}",
+            measured=f"{value:.2f}{unit}",
+            met=value >= goal,
+        )
+
+    def times_as_fast(name: str, other: str) -> float:
+        pairs = zip(
+            row_of(found.rows, name).samples, row_of(found.rows, other).samples, strict=True
+        )
+        return percentile([theirs / ours for ours, theirs in pairs], 50)
+
+    fresh, reused = times_as_fast("multi_cast", ".to"), times_as_fast("multi_cast out", ".to")
+    if found.bytes >= LARGE_BYTES:
+        share = times_as_fast("multi_cast out", "copy")
+        at_least("speed of a copy, out", COPY_SHARE, share, "")
+    if cast_set.kind == "small":
+        at_least("by .to", SMALL_SPEEDUP, fresh, "x")
+        at_least("by .to, out", SMALL_SPEEDUP, reused, "x")
+    elif cast_set.kind == "model":
+        at_least("by .to", MODEL_SPEEDUP, fresh, "x")
+        at_least("by .to, out", MODEL_SPEEDUP, reused, "x")
+    else:
+        at_least("by .to", 1.0, fresh, "x")
+    at_least("by .to, gradients on", 1.0, times_as_fast("multi_cast grad", ".to grad"), "x")
