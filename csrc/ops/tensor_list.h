@@ -9,6 +9,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -84,6 +86,40 @@ struct Geometry {
     strides = own_strides;
   }
 };
+
+// Whether the elements fill a stretch of memory, each in its own place.
+inline bool is_dense(const OwnedTensor& tensor, const Geometry& geometry) {
+  bool contiguous = false;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &contiguous));
+  if (contiguous) {
+    return true;
+  }
+  std::vector<std::array<int64_t, 2>> dimensions;  // stride, size
+  for (int64_t i = 0; i < geometry.dim; ++i) {
+    if (geometry.sizes[i] != 1) {
+      dimensions.push_back({geometry.strides[i], geometry.sizes[i]});
+    }
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t expected = 1;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride != expected) {
+      return false;
+    }
+    expected *= size;
+  }
+  return true;
+}
+
+// Whether an index finds its element at the same place in both, which have the same sizes.
+inline bool same_strides(const Geometry& a, const Geometry& b) {
+  for (int64_t i = 0; i < a.dim; ++i) {
+    if (a.sizes[i] != 1 && a.strides[i] != b.strides[i]) {
+      return false;
+    }
+  }
+  return true;
+}
 
 inline int32_t dtype_of(const OwnedTensor& tensor) {
   int32_t dtype = 0;

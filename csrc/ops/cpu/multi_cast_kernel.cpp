@@ -12,7 +12,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cinttypes>
 #include <cstdint>
@@ -36,40 +35,6 @@ struct Run {
   int64_t to_size, from_size;  // of an element
   int64_t first_block = 0;     // in the range of all runs
 };
-
-// Whether the elements fill a stretch of memory, each in its own place.
-bool is_dense(const OwnedTensor& tensor, const Geometry& geometry) {
-  bool contiguous = false;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &contiguous));
-  if (contiguous) {
-    return true;
-  }
-  std::vector<std::array<int64_t, 2>> dimensions;  // stride, size
-  for (int64_t i = 0; i < geometry.dim; ++i) {
-    if (geometry.sizes[i] != 1) {
-      dimensions.push_back({geometry.strides[i], geometry.sizes[i]});
-    }
-  }
-  std::sort(dimensions.begin(), dimensions.end());
-  int64_t expected = 1;
-  for (const auto& [stride, size] : dimensions) {
-    if (stride != expected) {
-      return false;
-    }
-    expected *= size;
-  }
-  return true;
-}
-
-// Whether an index finds its element at the same place in both, which have the same sizes.
-bool same_strides(const Geometry& a, const Geometry& b) {
-  for (int64_t i = 0; i < a.dim; ++i) {
-    if (a.sizes[i] != 1 && a.strides[i] != b.strides[i]) {
-      return false;
-    }
-  }
-  return true;
-}
 
 // As Linux has it for one core. sysconf would not do: on AMD's processors glibc gives the sum over
 // all of the chip's caches.

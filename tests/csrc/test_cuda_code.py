@@ -1,0 +1,89 @@
+"""The CUDA kernels without a GPU: what nvcc makes of them, and their code run on the CPU."""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+CSRC = Path(__file__).parents[2] / "csrc"
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+# Registers with which two thousand threads, all that a processor takes, have five in eight of them
+# at work: 65,536 of them shared by 5 blocks of 256.
+MOST_REGISTERS = 51
+
+INCLUDE = Path(torch.__file__).parent / "include"
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CSRC.exists(), reason="needs the source tree"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    ptxas: str
+    ptx: str
+
+
+@pytest.fixture(scope="module", params=["80", "90", "100"])
+def multi_cast(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Compiled:
+    if NVCC is None:
+        pytest.skip("needs nvcc")
+    architecture = request.param
+    known = subprocess.run([NVCC, "--list-gpu-code"], capture_output=True, text=True).stdout
+    if f"sm_{architecture}" not in known.split():
+        pytest.skip(f"this nvcc does not know sm_{architecture}")
+    folder = tmp_path_factory.mktemp(f"sm_{architecture}")
+    command = [NVCC, "-cubin", "-std=c++20", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
+    command += ["--keep", "--keep-dir", str(folder), "-o", str(folder / "out.cubin"), "-DUSE_CUDA"]
+    command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    command += ["-I", str(INCLUDE), str(CSRC / "ops/cuda/multi_cast_kernel.cu")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Compiled(ptxas=done.stderr, ptx=(folder / "multi_cast_kernel.ptx").read_text())
+
+
+def test_registers_and_spills(multi_cast: Compiled) -> None:
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", multi_cast.ptxas)]
+    assert len(registers) == 4 * 4 * 2  # dtypes to dtypes, in tables of two sizes
+    assert max(registers) <= MOST_REGISTERS
+    # The table stays where parameters are: nothing of it is copied to a thread's own memory.
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", multi_cast.ptxas)
+    assert frames == [("0", "0")] * len(registers)
+
+
+def test_loads_and_stores_are_vectors_of_16_bytes(multi_cast: Compiled) -> None:
+    kernels = multi_cast.ptx.split(".visible .entry ")[1:] or multi_cast.ptx.split(".entry ")[1:]
+    assert len(kernels) == 32
+    vector = r"(v4\.[bfu]32|v2\.[bfu]64)"
+    for kernel in kernels:
+        name = kernel.split("(")[0]
+        assert re.search(rf"ld\.global\.(nc\.)?{vector}", kernel), name
+        assert re.search(rf"st\.global\.{vector}", kernel), name
+        assert "ld.param" in kernel, name
+        # Address spaces are known: a generic access would have to find out at run time.
+        assert not re.search(r"\b(ld|st)\.(v\d\.)?[bfu]\d", kernel), name
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_multi_cast_thread_by_thread(tmp_path: Path) -> None:
+    program = tmp_path / "emulate"
+    source = Path(__file__).with_name("emulate_multi_cast.cpp")
+    sanitizers = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = [str(COMPILER), "-std=c++20", *sanitizers, "-Wno-unknown-pragmas"]
+    built = subprocess.run(
+        [*command, f"-I{INCLUDE}", str(source), "-o", str(program)], capture_output=True, text=True
+    )
+    if "asan" in built.stderr and built.returncode != 0:
+        pytest.skip("the compiler has no AddressSanitizer")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
