@@ -12,7 +12,12 @@ import torch
 from torch import fx
 
 from . import recipes
-from ._torch.dynamo import is_functorch_transform, is_higher_order_op, is_set_grad_enabled
+from ._torch.dynamo import (
+    is_functorch_transform,
+    is_higher_order_op,
+    is_set_grad_enabled,
+    is_tracepoint,
+)
 from .bodies import Bodies
 from .recipes import Recipe, tensor_arguments
 from .regions import Placement, find_regions, is_region_node
@@ -87,6 +92,8 @@ def plan_graph(
             plan.regions.append(node)
             continue
         if node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        if is_tracepoint(node.target):
             continue
         if is_set_grad_enabled(node.target):
             grad = bool(node.args[0])

@@ -68,7 +68,8 @@ def lower_flat(
     Args:
         propagated: whether the values are those under `context.ambient` already.
     """
-    traced = not any("example_value" in n.meta for n in nodes_of(graph_module))
+    # What a strict export leaves of Dynamo's example values is older than its values.
+    traced = any("val" in n.meta for n in nodes_of(graph_module))
     for node in nodes_of(graph_module):
         if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]

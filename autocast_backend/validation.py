@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch.autocast import disable_autocast
-from ._torch.fake_tensors import observing
+from ._torch.fake_tensors import failures_unlogged, observing
 from .state import AutocastState
 
 # What a cast becomes below autograd. Casts are counted; where they stand is seen through the dtypes
@@ -151,7 +151,7 @@ def _shapes(value: Any) -> tuple[tuple[int | str, ...], ...]:
 @contextlib.contextmanager
 def _conditions(state: AutocastState | None, fake_mode: Any, grad: bool) -> Iterator[None]:
     autocast = disable_autocast() if state is None else state.applied()
-    with observing(fake_mode), torch.set_grad_enabled(grad), autocast:
+    with observing(fake_mode), failures_unlogged(), torch.set_grad_enabled(grad), autocast:
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,6 +37,18 @@ def observing(fake_mode: Any) -> Iterator[None]:
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(fake_mode)
         yield
+
+
+@contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Try an op that may not take its arguments: fake tensors log every refusal as an error, with
+    its traceback, before they raise it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def like(traced: Any, value: Any) -> Any:

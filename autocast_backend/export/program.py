@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -13,7 +14,7 @@ from .._torch.export import with_graph
 from ..lowering import Context
 from ..modules import bind
 from ..overrides import parse_overrides
-from ..regions import hops_to_regions, nodes_of, regions_to_hops
+from ..regions import RegionError, hops_to_regions, nodes_of, regions_to_hops
 from ..report import Report
 from ..standalone import lower_flat
 from ..state import AutocastState
@@ -55,6 +56,7 @@ def lower(
             decomposed already.
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
+        RuntimeError: with `device_type`: a call that cannot be run on fake tensors of it.
     """
     return lower_with_report(
         exported_program, ambient=ambient, device_type=device_type, policies=policies
@@ -80,7 +82,7 @@ def lower_with_report(
     checks = list(floating_point_checks(graph))
     for check in checks:
         without_dtype(check)
-    with on_device_type(graph, device_type):
+    with on_device_type(graph, device_type), _explained(device_type):
         elsewhere = device_type is not None or bool(context.ambient.enabled_devices)
         lower_flat(graph, context, propagated=not elsewhere)
     for check in checks:
@@ -89,6 +91,22 @@ def lower_with_report(
     graph, signature = regions_to_hops(graph, signature)
     assert signature is not None  # there was one
     return with_graph(exported_program, graph, signature), context.report
+
+
+@contextlib.contextmanager
+def _explained(device_type: str | None) -> Iterator[None]:
+    """Say what fake tensors of a device type that is not there have to do with an error."""
+    try:
+        yield
+    except RegionError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        if device_type is None:
+            raise
+        raise RuntimeError(
+            f"device_type={device_type!r}: the program does not run on fake tensors of that device "
+            f"type: {error}. If the device is missing, lower the program where torch has it"
+        ) from error
 
 
 def forget_weight_cache_flag(graph_module: fx.GraphModule) -> None:

@@ -258,8 +258,9 @@ def _describe(call: fx.Node, inner: Iterable[fx.Node], outputs: Sequence[fx.Node
     for key in ("val", "example_value"):
         if all(key in n.meta for n in outputs):
             call.meta[key] = tuple(n.meta[key] for n in outputs)
+    attribute = call.all_input_nodes[0]
     for key in ("nn_module_stack", "stack_trace"):
         first = next((n.meta[key] for n in inner if n.meta.get(key)), None)
         if first is not None:
-            call.meta[key] = first
+            call.meta[key] = attribute.meta[key] = first
     call.meta["torch_fn"] = ("wrap_with_autocast", "WrapWithAutocast.wrap_with_autocast")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import pytest
@@ -41,6 +42,32 @@ def test_the_given_program_is_left_alone() -> None:
     before = str(program)
     lower(program)
     assert str(program) == before
+
+
+def test_lowered_twice_is_lowered_once() -> None:
+    lowered = lower(torch.export.export(Layer(region=True), (X,)))
+    assert str(lower(lowered).graph) == str(lowered.graph)
+
+
+def test_a_strict_export() -> None:
+    """Its nodes still hold example values of Dynamo's, which are none of this program."""
+    program = torch.export.export(Layer(region=True), (X,), strict=True)
+    lowered, report = autocast_backend.export.lower_with_report(program)
+    assert (report.lowered, report.bracketed) == (2, [])
+    assert_same_bits(save_and_load(lowered).module()(X), Layer(region=True)(X))
+
+
+def test_the_proof_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Fake tensors log each refusal as an error; trying is none."""
+
+    def function(region: Region, x: Tensor, y: Tensor) -> Any:
+        with region():
+            return torch.baddbmm(x[None], x[None], y[None])
+
+    program = export(function, X[:, :4], X[:, 4:])
+    caplog.clear()
+    lower(program)
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_around_a_program_without_regions() -> None:
