@@ -181,6 +181,8 @@ def _tell(graph_module: fx.GraphModule, context: Context) -> None:
         first, *rest = alike
         also = f" (and {len(rest)} calls after it)" if rest else ""
         log.info("stays under autocast: %s%s", first, also)
+    for weight in report.weights:
+        log.debug("weight %s", weight)
     if log.isEnabledFor(logging.DEBUG):
         code = graph_module.print_readable(print_output=False)
         log.debug("lowered graph:\n%s", code)

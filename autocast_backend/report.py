@@ -93,6 +93,7 @@ class Report:
     def __str__(self) -> str:
         return (
             f"{self.lowered} nodes lowered, {self.untouched} untouched, "
-            f"{len(self.bracketed)} bracketed; {self.casts} casts"
+            f"{len(self.bracketed)} bracketed; {self.casts} casts, "
+            f"{sum(w.inside is None for w in self.weights)} of weights that may leave the graph"
             + (f"; {self.overridden} calls overridden" if self.overridden else "")
         )

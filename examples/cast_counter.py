@@ -37,11 +37,12 @@ class CastCounter(TorchDispatchMode):
     ) -> Any:
         result = op(*args, **(kwargs or {}))
         if op.overloadpacket is torch.ops.aten._to_copy or op.namespace == "smart_autocast":
+            results = (kwargs or {}).get("out", result)
             self.casts += sum(
                 before.dtype != after.dtype
                 and before.is_floating_point()
                 and after.is_floating_point()
-                for before, after in zip(_tensors(args), _tensors(result), strict=True)
+                for before, after in zip(_tensors(args), _tensors(results), strict=True)
             )
         return result
 

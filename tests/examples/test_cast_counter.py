@@ -48,7 +48,7 @@ def test_compiled_functions_stay_compiled_under_the_counter() -> None:
 
 
 def test_counts_each_tensor_of_an_op_and_only_changes_between_floating_dtypes() -> None:
-    from autocast_backend import promote
+    from autocast_backend import multi_cast, promote
 
     x = torch.ones(3)
     with CastCounter() as counter:
@@ -60,3 +60,7 @@ def test_counts_each_tensor_of_an_op_and_only_changes_between_floating_dtypes() 
     with CastCounter() as counter:
         promote([x, x.bfloat16(), x.half(), x.double()])
     assert counter.casts == 3 + 2  # three to make the arguments; bfloat16 and half to float32
+    with CastCounter() as counter:
+        multi_cast([x, x.double()], torch.bfloat16)
+        multi_cast([x], torch.bfloat16, out=[torch.empty(3, dtype=torch.bfloat16)])
+    assert counter.casts == 1 + 2 + 1  # one to make an argument

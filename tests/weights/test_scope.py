@@ -221,6 +221,20 @@ def test_a_model_that_moves_is_cast_again() -> None:
         assert torch.equal(compiled(x), torch.compile(model, **ours(weight_cache="off"))(x))
 
 
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_other_parameters_in_the_place_of_the_old(lifetime: str) -> None:
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=lifetime))
+    torch.manual_seed(7)
+    state = Net().state_dict()
+    with torch.no_grad(), bf16():
+        before = compiled(x)
+        model.load_state_dict(state, assign=True)
+        after = compiled(x)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, torch.compile(model, **ours(weight_cache="off"))(x))
+
+
 def test_casts_made_in_inference_mode_serve_training() -> None:
     model, x = make(), data(3, 8)
     compiled = torch.compile(model, **ours())
