@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
     from .ops import (
+        CastStats,
         autocast_to_bf16,
         autocast_to_fp16,
         autocast_to_full_precision,
         autocast_to_reduced_precision,
+        cast_with_stats,
         multi_cast,
         promote,
     )
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from .weights import clear_weight_cache, weight_cache_info
 
 _HOMES = {
+    "CastStats": "ops",
     "AutocastState": "state",
     "BackwardAutocastError": "ambient",
     "BackwardAutocastWarning": "ambient",
@@ -36,6 +39,7 @@ _HOMES = {
     "autocast_to_reduced_precision": "ops",
     "clear_weight_cache": "weights",
     "lower_autocast": "standalone",
+    "cast_with_stats": "ops",
     "multi_cast": "ops",
     "promote": "ops",
     "weight_cache_info": "weights",
@@ -46,10 +50,12 @@ __all__ = [
     "BackwardAutocastError",
     "BackwardAutocastWarning",
     "BackwardError",
+    "CastStats",
     "autocast_to_bf16",
     "autocast_to_fp16",
     "autocast_to_full_precision",
     "autocast_to_reduced_precision",
+    "cast_with_stats",
     "clear_weight_cache",
     "lower_autocast",
     "multi_cast",

@@ -5,21 +5,25 @@ The functions here are the public ones; ``torch.ops.smart_autocast`` has all ops
 
 from __future__ import annotations
 
+import torch
+
 from .. import _native
-from . import _multi_cast, cast, reference, schemas
+from . import _cast_with_stats, _multi_cast, cast, reference, schemas
 
 KERNEL_TIER = _native.load()
 """The kernels in use, an ``autocast_backend._native.KernelTier``."""
 
 if KERNEL_TIER.name == "native":
     schemas.check_registered()
+    _library = torch.library.Library("smart_autocast", "FRAGMENT")
 else:
     _library = reference.register()
 cast.register()
+_cast_with_stats.register(_library)
 _multi_cast.register()
 
 # After the ops exist: these functions look them up when they are imported.
-from .casts import multi_cast  # noqa: E402
+from .casts import CastStats, cast_with_stats, multi_cast  # noqa: E402
 from .smart_casts import (  # noqa: E402
     autocast_to_bf16,
     autocast_to_fp16,
@@ -30,10 +34,12 @@ from .smart_casts import (  # noqa: E402
 
 __all__ = [
     "KERNEL_TIER",
+    "CastStats",
     "autocast_to_bf16",
     "autocast_to_fp16",
     "autocast_to_full_precision",
     "autocast_to_reduced_precision",
+    "cast_with_stats",
     "multi_cast",
     "promote",
 ]

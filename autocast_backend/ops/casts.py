@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,44 @@ from . import _multi_cast
 
 _ops = torch.ops.smart_autocast
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+class CastStats(NamedTuple):
+    """What a cast did to the elements of a tensor; four float64 tensors without dimensions, on its
+    device, so that reading them is up to the caller."""
+
+    amax: Tensor
+    """The largest magnitude before the cast, NaNs apart; 0 if there is none."""
+    overflows: Tensor
+    """How many finite elements became infinite."""
+    underflows: Tensor
+    """How many elements other than 0 became 0."""
+    nans: Tensor
+    """How many elements are NaN."""
+
+
+def cast_with_stats(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastStats]:
+    """Casts a tensor and, in the same pass over memory, counts what is lost.
+
+    Args:
+        tensor: float64, float32, float16 or bfloat16, of any shape and strides.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Returns:
+        ``tensor.to(dtype, copy=True)``, with its gradient, and the :class:`CastStats`, without.
+
+    Raises:
+        TypeError: ``tensor`` is no tensor, or ``dtype`` no ``torch.dtype``.
+        RuntimeError: another dtype, of ``tensor`` or asked for.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"argument 'tensor' must be a torch.Tensor, got {type(tensor).__name__}; "
+            "make one with torch.as_tensor"
+        )
+    _check_dtype(dtype)
+    result, numbers = _ops.cast_with_stats.default(tensor, dtype)
+    return result, CastStats(*numbers.unbind())
 
 
 def multi_cast(
@@ -41,11 +80,7 @@ def multi_cast(
             grad while gradients are on.
     """
     plain = _check_tensors("tensors", tensors) and may_skip_autograd()
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(
-            "argument 'dtype' must be a torch.dtype such as torch.bfloat16, got "
-            f"{type(dtype).__name__}"
-        )
+    _check_dtype(dtype)
     if not dtype.is_floating_point:
         raise ValueError(
             f"argument 'dtype' must be a floating dtype such as torch.bfloat16, got {dtype}"
@@ -71,6 +106,14 @@ def _below_autograd_out(
 ) -> None:
     with without_autograd():
         _ops.multi_cast.out(tensors, dtype, out=out)
+
+
+def _check_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            "argument 'dtype' must be a torch.dtype such as torch.bfloat16, got "
+            f"{type(dtype).__name__}"
+        )
 
 
 def _check_tensors(argument: str, value: object) -> bool:

@@ -203,6 +203,32 @@ def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tenso
         result.copy_(tensor)
 
 
+def check_cast_with_stats(self: Tensor, dtype: torch.dtype) -> None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise _fail(
+            "cast_with_stats",
+            f"argument 'dtype' must be torch.float16 or torch.bfloat16, got {dtype}",
+        )
+    if self.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise _fail(
+            "cast_with_stats",
+            f"argument 'self' must be float64, float32, float16 or bfloat16, got {self.dtype}",
+        )
+
+
+def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    check_cast_with_stats(self, dtype)
+    result = self.to(dtype, copy=True)
+    magnitude, nan = self.abs(), self.isnan()
+    amax = magnitude.masked_fill(nan, 0).max() if self.numel() > 0 else magnitude.sum()
+    counts = (
+        (self.isfinite() & result.isinf()).sum(),
+        (magnitude.gt(0) & result.eq(0)).sum(),
+        nan.sum(),
+    )
+    return result, torch.stack([number.double() for number in (amax, *counts)])
+
+
 # FuncTorchBatchedDecomposition is vmap's key: without it vmap refuses every schema with an alias.
 _COMPOSITE = ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition")
 _KERNELS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
@@ -215,6 +241,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "cast": (cast, ("CompositeExplicitAutograd",)),
     "cast_each": (cast_each, _COMPOSITE),
     "multi_cast": (multi_cast, ("CompositeExplicitAutograd",)),
+    "cast_with_stats": (cast_with_stats, ()),  # _cast_with_stats.py registers it on every tier
     "multi_cast.out": (multi_cast_out, ("CompositeExplicitAutograd",)),
 }
 

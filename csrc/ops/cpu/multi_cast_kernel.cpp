@@ -6,6 +6,7 @@
 
 #include "../multi_cast.h"
 #include "convert.h"
+#include "last_level_cache.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,9 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cinttypes>
 #include <cstdint>
-#include <cstdio>
 #include <vector>
 
 namespace smart_autocast {
@@ -35,22 +34,6 @@ struct Run {
   int64_t to_size, from_size;  // of an element
   int64_t first_block = 0;     // in the range of all runs
 };
-
-// As Linux has it for one core. sysconf would not do: on AMD's processors glibc gives the sum over
-// all of the chip's caches.
-int64_t last_level_cache_bytes() {
-  static const int64_t bytes = [] {
-    int64_t kilobytes = 0;
-    if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
-      if (std::fscanf(file, "%" SCNd64 "K", &kilobytes) != 1) {
-        kilobytes = 0;
-      }
-      std::fclose(file);
-    }
-    return (kilobytes > 0 ? kilobytes : int64_t{32} << 10) << 10;
-  }();
-  return bytes;
-}
 
 void run_all(std::vector<Run>& runs) {
   int64_t blocks = 0, bytes = 0;

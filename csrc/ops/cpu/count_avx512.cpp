@@ -1,0 +1,18 @@
+// Compiled for AVX-512 (CMakeLists.txt); called only where the CPU has it.
+
+#include "count.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+
+#include "count_loop.h"
+
+namespace smart_autocast {
+
+void count_avx512(Stats& stats, const uint32_t* from, const uint16_t* to, int64_t count,
+                  uint16_t infinity) {
+  count_loop(stats, from, to, count, infinity);
+}
+
+}  // namespace smart_autocast
+
+#endif
