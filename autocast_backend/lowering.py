@@ -33,6 +33,7 @@ from .proving import judge
 from .regions import Placement, is_region_node
 from .report import Report
 from .state import AutocastState
+from .transforms import judge_transforms
 from .writing import Writer
 
 
@@ -78,6 +79,8 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])
     with report.timed("validation"):
         judge(candidates, fake_mode, context.validate, report)
+        if context.validate != "off":
+            judge_transforms(candidates, fake_mode)
         if context.other_dtypes:
             judge_other_dtypes(candidates, fake_mode)
     with report.timed("lowering"):

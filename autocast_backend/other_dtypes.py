@@ -36,6 +36,8 @@ def judge_other_dtypes(candidates: list[Candidate], fake_mode: Any) -> None:
     autocast makes for another dtype hold for all."""
     known: dict[str, _Answer] = {}
     for c in candidates:
+        if c.in_transform:
+            c.refused = "a torch.func transform is proved for the dtypes it was traced with alone"
         if c.refused is not None or c.overridden:
             continue
         key = key_of(c.node, c.recipe, c.placement.state, c.grad, strict=True)

@@ -36,6 +36,8 @@ class Candidate:
         recipe: the casts to write; None where the call is left alone.
         refused: why it stays under autocast; None where it does not.
         shared: numbers of the arguments whose cast other calls read too.
+        in_transform: whether it stands inside a `torch.func` transform, so that example values are
+            of no use.
         overridden: whether the recipe is a user's wish, which autocast does not judge.
     """
 
@@ -46,6 +48,7 @@ class Candidate:
     recipe: Recipe | None = None
     refused: str | None = None
     shared: tuple[int, ...] = ()
+    in_transform: bool = False
     overridden: bool = False
 
 
@@ -103,7 +106,8 @@ def plan_graph(
         if is_higher_order_op(node.target) and (body := bodies.of(node)) is not None:
             inner.append((body.module, placements[node], body.call.grad_mode(node, grad)))
             continue
-        candidate.refused = refusal(node, bool(inside or transforms))
+        candidate.in_transform = bool(inside or transforms)
+        candidate.refused = refusal(node, candidate.in_transform)
         if candidate.refused is None and not touches_tensors(node):
             continue
         if (asked := overridden.get(node)) is not None:

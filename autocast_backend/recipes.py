@@ -97,11 +97,22 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def build(node: fx.Node, state: AutocastState, instead: Policy | None = None) -> Recipe | None:
+def example_value(node: fx.Node) -> Any:
+    """The value Dynamo left in a node; None where there is none."""
+    return node.meta.get("example_value")
+
+
+def build(
+    node: fx.Node,
+    state: AutocastState,
+    instead: Policy | None = None,
+    value_of: Callable[[fx.Node], Any] = example_value,
+) -> Recipe | None:
     """The recipe of a call under `state`; None where no policy of the table applies.
 
     Args:
         instead: a policy to apply in the place of the table's.
+        value_of: gives the arguments' values.
 
     Left alone: calls with `out=`, which autocast does not touch; arguments that are not dense
     floating tensors of a device type that is switched on.
@@ -109,7 +120,7 @@ def build(node: fx.Node, state: AutocastState, instead: Policy | None = None) ->
     name = op_name(node)
     if not (name or instead) or node.kwargs.get("out") is not None:
         return None
-    arguments = [n.meta.get("example_value") for n in tensor_arguments(node)]
+    arguments = [value_of(n) for n in tensor_arguments(node)]
     casts: list[tuple[int, Cast]] = []
     promoted: list[tuple[tuple[int, ...], str | None]] = []
     with_dtype = None

@@ -23,12 +23,12 @@ from .state import AutocastState
 # What a cast becomes below autograd. Casts are counted; where they stand is seen through the dtypes
 # of the other ops. Two casts of one tensor are not one: their gradients add up in another dtype.
 _CASTS = (torch.ops.aten._to_copy.default,)
-# Ops that only rename elements give the same bits before and after a cast, in both directions of
-# autograd, so their dtypes tell nothing. `expand` is not one of them: its backward is a sum.
+# Ops that only rename or copy elements give the same bits before and after a cast, in both
+# directions of autograd, so their dtypes tell nothing. Not so `expand`: its backward is a sum.
 _RENAMING = frozenset(
     f"aten::{op}"
     for op in (
-        *("_unsafe_view", "alias", "detach", "permute", "squeeze"),
+        *("_unsafe_view", "alias", "clone", "detach", "permute", "squeeze"),
         *("t", "transpose", "unsqueeze", "view"),
     )
 )

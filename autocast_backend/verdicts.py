@@ -27,6 +27,7 @@ from .state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16
 _known: dict[str, Verdict] = {}
+_named_by_address: dict[int, Any] = {}  # kept alive, so that no other gets the address
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Verdicts:
         self._keys = sorted(set(keys))
         self._unsaved = False
         if len(_known) > _MEMORY_LIMIT:
-            _known.clear()
+            forget()
         missing = [k for k in self._keys if k not in _known]
         self._path = _path(self._keys) if missing else None
         if self._path is not None:
@@ -109,6 +110,7 @@ class Verdicts:
 def forget() -> None:
     """Drop the verdicts in memory, as a new process would."""
     _known.clear()
+    _named_by_address.clear()
 
 
 def _load(path: Path) -> dict[str, Verdict]:
@@ -166,6 +168,9 @@ def _target(target: Any) -> str:
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target)
     name = getattr(target, "__qualname__", None) or repr(target)
+    if "<" in name:  # a lambda, or a function made by another: its name is not its own
+        _named_by_address[id(target)] = target
+        name += f" at {id(target):#x}"
     module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
     return f"{module}.{name}"
 

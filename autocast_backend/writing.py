@@ -144,7 +144,7 @@ class Writer:
 
     def _add(self, c: Candidate, target: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        if self.fake_mode is not None:
+        if self.fake_mode is not None and not c.in_transform:
             values = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example_value"))
             with observing(self.fake_mode), torch.set_grad_enabled(c.grad), disable_autocast():
                 node.meta["example_value"] = target(*values[0], **values[1])

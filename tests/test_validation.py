@@ -149,7 +149,8 @@ def test_equal_questions_are_asked_once(monkeypatch: pytest.MonkeyPatch, fake_mo
         lower_with_report(graph_of(torch.mm, (x, x), {}, STATE), STATE)
     once = len(asked)
     assert once > 0
-    lower_with_report(graph_of(torch.mm, (x.half(), x.half()), {}, STATE), STATE)
+    half = x.half()
+    lower_with_report(graph_of(torch.mm, (half, half), {}, STATE), STATE)
     assert len(asked) == 2 * once
 
 
@@ -160,3 +161,13 @@ def test_one_tensor_twice_is_another_question_than_two_tensors(fake_mode: Any) -
     (call,) = [n for n in module.graph.nodes if n.op == "call_function"]
     call.args = (call.args[0], call.args[0])
     assert lower_with_report(module, STATE).checked == 1
+
+
+def test_functions_that_share_a_name_are_other_questions(fake_mode: Any) -> None:
+    def make(function: Any) -> Any:
+        return lambda x: function(x)
+
+    x = torch.empty(4, 4)
+    sine, product = make(torch.sin), make(lambda x: x @ x)
+    assert lower_with_report(graph_of(sine, (x,), {}, STATE), STATE).untouched == 1
+    assert lower_with_report(graph_of(product, (x,), {}, STATE), STATE).untouched == 0

@@ -1,0 +1,96 @@
+"""Calls inside `torch.func` transforms: proved as one, or left under autocast as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autocast_backend import AutocastState, lower_autocast
+from tests.support import BF16, assert_same_bits, capture, lower_with_report, targets, tensors
+
+Function = Callable[..., Any]
+
+
+def under(function: Function) -> Function:
+    def region(*inputs: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            return function(*inputs)
+
+    return region
+
+
+def mapped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda v: F.linear(v, w * 2).sin())(x) @ x[0]
+
+
+def over_both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda v, u: F.mse_loss(v @ u, v))(x, y.expand(3, 8, 8))
+
+
+def nested(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    inner = torch.func.vmap(lambda v, u: (v * u).sum(), in_dims=(None, 0))
+    return torch.func.vmap(lambda v: inner(v[0], y))(x)
+
+
+def nothing_to_cast(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda v: v.sin() * y + v)(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "casts"), [(mapped, 4), (over_both, 4), (nested, 0), (nothing_to_cast, 0)]
+)
+def test_a_span_is_lowered(function: Function, casts: int) -> None:
+    """Outputs and gradients by bits, through a graph without brackets."""
+
+    def results(run: Function) -> list[Any]:
+        x, y = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.eye(8) / 3
+        inputs = [t.clone().requires_grad_() for t in (x, y)]
+        outputs = tensors(run(*inputs))
+        torch.cat([t.float().flatten() for t in outputs]).square().mean().backward()
+        return [*outputs, *(t.grad for t in inputs)]
+
+    # Of values that are no leaves: eager's cache has nothing to do with them.
+    region = under(lambda x, y: function(x.exp(), y.exp()))
+    inputs = torch.randn(3, 8, 8).requires_grad_(), torch.randn(8, 8).requires_grad_()
+    graph = capture(region, *inputs)
+    report = lower_with_report(graph, AutocastState.off())
+    assert report.bracketed == []
+    assert report.casts == casts, graph.code
+    assert_same_bits(results(graph), results(region))
+
+
+def test_a_span_that_casts_a_weight_stays_under_autocast() -> None:
+    weight = nn.Parameter(torch.randn(8, 8))
+    graph = capture(under(torch.func.vmap(lambda v: v @ weight)), torch.randn(3, 8, 8))
+    report = lower_with_report(graph, AutocastState.off())
+    assert "eager's cache shares its cast" in report.bracketed[0].reason
+    names = targets(graph)
+    assert names.count("_enter_autocast") == 1
+    assert names.index("_exit_autocast") == len(names) - 1
+
+
+def test_a_gradient_inside_stays_under_autocast() -> None:
+    """Its backward runs where it stands, under autocast too."""
+    loss = torch.func.grad(lambda v: (v @ v).sin().sum())
+    report = lower_with_report(capture(under(loss), torch.randn(8, 8)), AutocastState.off())
+    assert report.bracketed
+    assert all("torch.func transform" in b.reason for b in report.bracketed)
+
+
+def test_without_validation_nothing_is_claimed() -> None:
+    graph = capture(under(lambda x: mapped(x, torch.eye(8))), torch.randn(3, 8, 8))
+    report = lower_with_report(graph, AutocastState.off(), validate="off")
+    assert report.bracketed
+
+
+def test_a_lowered_span_serves_other_dtypes() -> None:
+    region = under(lambda x: mapped(x, torch.eye(8)))
+    x = torch.randn(3, 8, 8)
+    lowered = lower_autocast(capture(region, x))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_same_bits(tensors(lowered(x.to(dtype))), tensors(region(x.to(dtype))))
