@@ -65,6 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("export", "ops", "regions"):
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

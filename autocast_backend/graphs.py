@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ._torch.export import same_calling_convention
+
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with nodes of its own, bodies of higher-order ops included, that shares parameters and
@@ -23,7 +25,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
             values[node]._dynamo_source = node._dynamo_source
         # Weak references to the graph's real inputs; `torch.utils.swap_tensors` refuses those.
         values[node].meta.pop("grapharg", None)
-    graph.set_codegen(module.graph._codegen)  # how the module is called: export's takes a pytree
+    same_calling_convention(graph, module.graph)
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)
     for name, child in module.named_children():

@@ -16,7 +16,6 @@ from ._torch.dynamo import (
     is_functorch_transform,
     is_higher_order_op,
     is_set_grad_enabled,
-    is_tracepoint,
 )
 from .bodies import Bodies
 from .recipes import Recipe, tensor_arguments
@@ -95,8 +94,6 @@ def plan_graph(
             plan.regions.append(node)
             continue
         if node.op not in ("call_function", "call_method", "call_module"):
-            continue
-        if is_tracepoint(node.target):
             continue
         if is_set_grad_enabled(node.target):
             grad = bool(node.args[0])

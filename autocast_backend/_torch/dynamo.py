@@ -89,17 +89,8 @@ def functorch_levels_restored() -> Iterator[None]:
 
 
 def is_higher_order_op(target: Any) -> bool:
-    """Whether a node's target takes subgraphs (`torch.ops.higher_order.*`).
-
-    Not `_export_tracepoint`, which marks what goes into a module and comes out of it, and computes
-    nothing.
-    """
-    return isinstance(target, torch._ops.HigherOrderOperator) and not is_tracepoint(target)
-
-
-def is_tracepoint(target: Any) -> bool:
-    """Whether a node's target is the mark of `preserve_module_call_signature`."""
-    return str(target) == "_export_tracepoint"
+    """Whether a node's target takes subgraphs (`torch.ops.higher_order.*`)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def is_set_grad_enabled(target: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from .._torch.autocast import autocast_device_types, enter_autocast
-from .._torch.export import with_graph
+from .._torch.export import erase_tracepoints, with_graph
 from ..lowering import Context
 from ..modules import bind
 from ..overrides import parse_overrides
@@ -78,6 +78,7 @@ def lower_with_report(
     graph, signature = hops_to_regions(
         exported_program.graph_module, exported_program.graph_signature
     )
+    erase_tracepoints(graph)
     forget_weight_cache_flag(graph)
     checks = list(floating_point_checks(graph))
     for check in checks:

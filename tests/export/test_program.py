@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -68,6 +70,33 @@ def test_the_proof_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     lower(program)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_unflattened() -> None:
+    """Also where the call of a module inside of a region was to be preserved, which `torch.export`
+    gives up without a word."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(**BF16):
+                return self.inner(x.relu()) + x
+
+    expected = Outer()(X)
+    for preserved in ((), ("inner",)):
+        program = torch.export.export(Outer(), (X,), preserve_module_call_signature=preserved)
+        lowered = save_and_load(lower(program))
+        assert_same_bits(torch.export.unflatten(lowered)(X), expected)
+        assert not any("tracepoint" in name for name in targets(lowered.graph_module))
+
+
+def test_the_package_finds_its_parts() -> None:
+    code = "import autocast_backend as a; print(a.export.lower.__name__, a.regions.RegionError)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.startswith("lower <class"), result.stderr
 
 
 def test_around_a_program_without_regions() -> None:
