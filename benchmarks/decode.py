@@ -92,8 +92,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, help="default: 10, or 5 with --quick")
-    parser.add_argument("--tokens", type=int, default=32, help="in one loop")
+    parser.add_argument("--rounds", type=int, help="default: 7, or 5 with --quick")
+    parser.add_argument("--tokens", type=int, default=16, help="in one loop")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for decode.json (default: by machine)")
     flags = parser.parse_args(arguments)
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
             form,
             quick=flags.quick,
             device=flags.device,
-            rounds=flags.rounds or (5 if flags.quick else 10),
+            rounds=flags.rounds or (5 if flags.quick else 7),
             tokens=flags.tokens,
             seed=flags.seed,
         )

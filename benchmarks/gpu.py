@@ -58,8 +58,12 @@ def stages(out: Path) -> list[Stage]:
     python = sys.executable
     build = ("setup.py", "--quiet", "build_ext", "--inplace", "egg_info")  # installs nothing
     demo = (python, "examples/train_digits.py", "--device", "cuda", "--out")
-    compiling = ("-m", "benchmarks", "compile", "--quick", "--device", "cuda")
-    casting = ("-m", "benchmarks", "casts", "--device", "cuda", "--rounds", "12")
+
+    def asking(question: str) -> tuple[str, ...]:
+        return ("-m", "benchmarks", question, "--device", "cuda")
+
+    compiling = (*asking("compile"), "--quick")
+    casting = (*asking("casts"), "--rounds", "12")
     results = str(RESULTS / machine_slug("cuda"))
     plan: list[tuple[str, tuple[str, ...], float]] = [
         ("build", (python, *build), 150),
@@ -68,6 +72,8 @@ def stages(out: Path) -> list[Stage]:
         ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 90),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 90),
         ("casts", (python, *casting, "--out", results), 120),
+        ("decode", (python, *asking("decode"), "--rounds", "5", "--out", results), 150),
+        ("memory", (python, *asking("memory"), "--out", results), 60),
         ("compile", (python, *compiling, "--out", results), 150),
     ]
     return [Stage(name=name, command=command, limit_seconds=limit) for name, command, limit in plan]

@@ -1,0 +1,65 @@
+"""The questions about the weight plan."""
+
+import torch
+
+from benchmarks import decode, training
+from benchmarks.answer import Answer
+from benchmarks.harness import compare
+from benchmarks.memory import peak_bytes
+from benchmarks.models import GPT
+from benchmarks.training import CastCounter
+
+
+def test_the_counter_sees_casts_of_weights_only():
+    from autocast_backend import multi_cast
+
+    weights = [torch.ones(3), torch.ones(4)]
+    with CastCounter(weights) as counter:
+        torch.ones(3).bfloat16()
+        weights[0].double()
+        assert counter.casts == 0
+        weights[0].bfloat16()
+        multi_cast([*weights, torch.ones(2)], torch.float16)
+        multi_cast(weights, torch.float16, out=[torch.ones_like(w).half() for w in weights])
+    assert counter.casts == 1 + 2 + 2
+
+
+def test_casts_of_a_training_step():
+    """As the README predicts: by micro-batch, by step, by context."""
+    torch.manual_seed(0)
+    model = GPT(1, width=32, heads=2)
+    batches = list(torch.randint(1024, (2, 1, 9)))
+    each = training.count(model, batches, "each")
+    one = training.count(model, batches, "one")
+    n = each["ours, version"]
+    assert n == 9
+    assert [each[k] for k in ("stock", "eager", "ours, scope", "ours, off")] == [2 * n] * 4
+    assert [one[k] for k in ("stock", "ours, off")] == [2 * n] * 2
+    assert [one[k] for k in ("eager", "ours, scope", "ours, version")] == [n] * 3
+
+
+def test_a_peak_is_what_is_held_at_one_time():
+    def function():
+        torch.empty(1000, dtype=torch.uint8)
+        kept = torch.empty(3000, dtype=torch.uint8)
+        torch.empty(2000, dtype=torch.uint8)
+        return kept
+
+    assert 5000 <= peak_bytes(function, "cpu") < 6000
+
+
+def test_decode_is_judged_by_the_limit_or_by_the_noise():
+    samples = {
+        "stock": [2.0],
+        "control": [2.02],
+        "limit": [1.0],
+        "ours, scope": [1.2],
+        "ours, version": [1.05],
+    }
+    rows = compare(samples, baseline="stock")
+    verdicts = []
+    for form in decode.FORMS:
+        answer = Answer(question="decode", settings={})
+        decode.judge(form, rows, answer)
+        verdicts.append([target.verdict for target in answer.targets])
+    assert verdicts == [["missed", "met", "met", "met"], ["met", "met"]]
