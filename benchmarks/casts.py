@@ -12,6 +12,7 @@ from benchmarks.answer import Answer, text_table
 from benchmarks.cast_cost import Measurement, measure
 from benchmarks.cast_sets import MODELS, CastSet, cast_sets
 from benchmarks.harness import percentile, row_of
+from benchmarks.quiet import Moment, wait_until_quiet
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Where a pass over memory, not the call, is what takes the time.
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--rounds", type=int, help="default 40, fewer for large sets; quick: 8")
     parse.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parse.add_argument("--wait", type=float, default=0, help="for a quiet machine, seconds per set")
     parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
     parse.add_argument("--out", type=Path, help="folder for casts.json (default: by machine)")
     return parse
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> None:
     dtype = DTYPES[flags.dtype]
     large = cast_set.elements * (4 + dtype.itemsize) >= LARGE_BYTES
+    wait_until_quiet(at_most=flags.wait)
+    start = Moment.now()
     found = measure(
         cast_set,
         dtype,
@@ -66,6 +70,7 @@ def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> No
         seed=flags.seed,
         compiled=flags.compiled,
     )
+    others = start.others_since()
     title = f"{cast_set.name}, float32 to {flags.dtype}"
     shares = {row.name: row.ratio for row in found.to_copy}
     answer.add(
@@ -75,8 +80,10 @@ def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> No
         bytes=found.bytes,
         faults_per_call=found.faults,
         time_by_copy=shares,
+        cores_used_by_others=others,
     )
-    print(f"\n{title}: {len(cast_set.shapes)} tensors, {found.bytes / 1e6:.3f} MB read and written")
+    busy = "" if others is None else f", {others:.0%} of the cores used by others"
+    print(f"\n{title}: {len(cast_set.shapes)} tensors, {found.bytes / 1e6:.3f} MB in and out{busy}")
     print(results_table(found), flush=True)
     _judge(cast_set, found, answer)
 
