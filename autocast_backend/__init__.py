@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         autocast_to_full_precision,
         autocast_to_reduced_precision,
         cast_with_stats,
+        kernels,
         multi_cast,
         promote,
     )
@@ -38,6 +39,7 @@ _HOMES = {
     "autocast_to_full_precision": "ops",
     "autocast_to_reduced_precision": "ops",
     "clear_weight_cache": "weights",
+    "kernels": "ops",
     "lower_autocast": "standalone",
     "cast_with_stats": "ops",
     "multi_cast": "ops",
@@ -57,6 +59,7 @@ __all__ = [
     "autocast_to_reduced_precision",
     "cast_with_stats",
     "clear_weight_cache",
+    "kernels",
     "lower_autocast",
     "multi_cast",
     "promote",

@@ -139,3 +139,8 @@ def test_triton_says_why_not(copy: Path) -> None:
 def test_unknown_tier(copy: Path) -> None:
     expected = "must be native, triton or reference, got 'cuda'; unset it"
     assert expected in error(report(copy, "cuda"))
+
+
+def test_kernels_tells_the_tier_in_use() -> None:
+    assert autocast_backend.kernels() is KERNEL_TIER
+    assert autocast_backend.kernels().name in ("native", "reference")

@@ -32,6 +32,16 @@ from .smart_casts import (  # noqa: E402
     promote,
 )
 
+
+def kernels() -> _native.KernelTier:
+    """The tier of kernels in use, why it is that one, and what it was built with.
+
+    ``SMART_AUTOCAST_KERNELS=native`` or ``reference`` forces one when the package is first used; one
+    that is not there is an error then, with the reason.
+    """
+    return KERNEL_TIER
+
+
 __all__ = [
     "KERNEL_TIER",
     "CastStats",
@@ -40,6 +50,7 @@ __all__ = [
     "autocast_to_full_precision",
     "autocast_to_reduced_precision",
     "cast_with_stats",
+    "kernels",
     "multi_cast",
     "promote",
 ]
