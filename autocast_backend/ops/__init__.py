@@ -36,8 +36,8 @@ from .smart_casts import (  # noqa: E402
 def kernels() -> _native.KernelTier:
     """The tier of kernels in use, why it is that one, and what it was built with.
 
-    ``SMART_AUTOCAST_KERNELS=native`` or ``reference`` forces one when the package is first used; one
-    that is not there is an error then, with the reason.
+    ``SMART_AUTOCAST_KERNELS=native`` or ``reference`` forces one when the package is first used;
+    one that is not there is an error then, with the reason.
     """
     return KERNEL_TIER
 

@@ -1,4 +1,4 @@
-"""The CPU kernels under AddressSanitizer and UBSan: built from a copy, and their tests run on it."""
+"""The CPU kernels under AddressSanitizer and UBSan: their tests, on a build of a copy."""
 
 import os
 import shutil
@@ -13,8 +13,7 @@ COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
 SANITIZE = (
     "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
 )
-# Accesses through a pointer beyond a tensor end in torch's memory, which malloc has handed out: that
-# is where AddressSanitizer looks, so it must be loaded before torch.
+# AddressSanitizer knows of torch's memory only if it was loaded before torch.
 TESTS = ["test_multi_cast.py", "test_multi_cast_values.py", "test_cast_with_stats.py"]
 # Processes of their own, what compiles, and what is only more of the same values.
 NOT = "not thread and not fork and not compile and not opcheck and not narrower and not every_value"
@@ -27,8 +26,8 @@ pytestmark = [
 
 
 def runtime_libraries() -> str:
-    """The compiler's AddressSanitizer, and the C++ library that throws the exceptions which it wants
-    to see: both must be loaded before Python."""
+    """The compiler's AddressSanitizer, and the C++ library whose exceptions it wants to see: both
+    must be loaded before Python."""
     paths = []
     for name in ("libasan.so", "libstdc++.so.6"):
         command = [str(COMPILER), f"-print-file-name={name}"]

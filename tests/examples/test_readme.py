@@ -18,13 +18,15 @@ wide = x.double()
 assert autocast_to_bf16(wide) is wide
 assert autocast_to_bf16(x, device_type="cuda") is x
 assert [t.dtype for t in promote([x, x.bfloat16()])] == [torch.float32] * 2
+assert [(t.dtype, t.shape) for t in low] == [(torch.bfloat16, w.shape) for w in weights]
+assert (stats.overflows, stats.underflows) == (1, 1)
 """
 
 
 @pytest.mark.slow
 def test_the_programs_run() -> None:
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(programs) == 3
+    assert len(programs) == 4
     # One fresh process: the first program must find the backend without an import of ours.
     command = [sys.executable, "-c", "\n".join([*programs, CHECKS])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
