@@ -291,6 +291,22 @@ def test_a_region_that_changes_nothing_disappears() -> None:
     assert [n.args[1] for n in calls(hops, wrap_with_autocast)] == [FP16]
 
 
+def test_a_region_of_another_device_type_stays() -> None:
+    """It changes nothing that can be seen from here, but who knows what is around."""
+
+    def build(graph: fx.Graph, x: fx.Node) -> None:
+        outer = graph.call_function(enter_autocast, ("cpu", BF16))
+        inner = graph.call_function(enter_autocast, ("cuda", FP16, False))
+        graph.call_function(torch.sin, (x,))
+        graph.call_function(exit_autocast, (inner,))
+        graph.call_function(exit_autocast, (outer,))
+
+    graph = graph_with(build)
+    assert len(calls(regions_to_hops(graph)[0], wrap_with_autocast)) == 2
+    hops, _ = regions_to_hops(graph, outside=AutocastState.off().enter("cuda", FP16, False))
+    assert [n.args[0] for n in calls(hops, wrap_with_autocast)] == ["cpu"]
+
+
 def graph_with(build: Callable[[fx.Graph, fx.Node], None]) -> fx.GraphModule:
     graph = fx.Graph()
     x = graph.placeholder("x")
