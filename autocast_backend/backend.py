@@ -24,6 +24,7 @@ from .modules import bind
 from .options import Options, parse_options
 from .propagate import propagate
 from .regions import source_line
+from .separate import separate_bodies
 from .standalone import copy_graph
 from .state import AutocastState
 from .weights.plan import WeightPlan
@@ -65,6 +66,7 @@ def smart_autocast(
     )
     report = context.report
     with timed("lower"):
+        separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
         if parsed.autocast or parsed.policies:
             graph_module = propagate(graph_module, context)
         graph_module = lower(graph_module, context)

@@ -22,6 +22,7 @@ class InPlace:
         result: the op's value, from what the body returns.
         shares: whether the body may be given another operand.
         body: which argument of the op is the body.
+        again: whether several nodes may call one body.
     """
 
     first_operand: int
@@ -29,6 +30,7 @@ class InPlace:
     result: Callable[[Any], Any]
     shares: bool = False
     body: int = 0
+    again: bool = False
 
     def grad_mode(self, node: fx.Node, around: bool) -> bool:
         """Whether autograd records in the body that `node` calls."""
@@ -41,6 +43,9 @@ IN_PLACE = {
     # and runs as `torch.autograd.Function.forward` does. The backward body is left alone: it runs
     # later, under the state of the backward pass.
     "autograd_function_apply": InPlace(2, False, lambda returned: returned[0]),
+    # (body, name, *operands): `torch.compiler.nested_compile_region`, called as often as the code
+    # calls it.
+    "invoke_subgraph": InPlace(2, True, lambda returned: returned, shares=True, again=True),
     # (grad mode, body, *operands): how `torch.export` writes `torch.no_grad()`.
     "wrap_with_set_grad_enabled": InPlace(2, None, lambda returned: returned, body=1),
 }
@@ -63,14 +68,14 @@ class Bodies:
 
     def of(self, node: fx.Node) -> Body | None:
         """The body that `node` runs in place; None for other nodes, and for a body that a second
-        node reads, maybe under another state."""
+        node reads, maybe under another state, unless the op is made for that."""
         call = IN_PLACE.get(str(node.target)) if node.op == "call_function" else None
         if call is None:
             return None
         attribute = node.args[call.body]
         if not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
             return None
-        if self._readers[attribute.target] > 1 or len(attribute.users) > 1:
+        if not call.again and (self._readers[attribute.target] > 1 or len(attribute.users) > 1):
             return None
         body = getattr(self._module, str(attribute.target))
         return Body(body, call) if isinstance(body, fx.GraphModule) else None

@@ -57,6 +57,11 @@ class Context:
     overridden: dict[fx.Node, Overridden] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
 
+    @property
+    def outside(self) -> Placement:
+        """Where the graph itself stands."""
+        return Placement(self.ambient, 0 if self.ambient.enabled_devices else None)
+
 
 def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Lower every region of `graph_module` in place, and return it.
@@ -72,8 +77,7 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
         _check_example_values(graph_module)
     report = context.report
     with report.timed("regions"):
-        scope = 0 if context.ambient.enabled_devices else None
-        outside = Placement(context.ambient, scope)
+        outside = context.outside
         plans = list(plan_graph(graph_module, outside, torch.is_grad_enabled(), context.overridden))
     candidates = [c for plan in plans for c in plan.candidates]
     fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])

@@ -5,8 +5,9 @@ Nothing is changed yet, and nothing is proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -87,6 +88,7 @@ def plan_graph(
     placements = find_regions(module.graph, outside)
     plan = Plan(module)
     bodies = Bodies(module)
+    alike = _called_alike(module, bodies, placements)
     transforms = 0  # how many torch.func transforms are open
     inner: list[tuple[fx.GraphModule, Placement, bool]] = []
     for position, node in enumerate(n for n in module.graph.nodes if n.op != "get_attr"):
@@ -100,8 +102,10 @@ def plan_graph(
         inside = transforms
         transforms += is_functorch_transform(node.target)
         candidate = Candidate(node, position, placements[node], grad)
-        if is_higher_order_op(node.target) and (body := bodies.of(node)) is not None:
-            inner.append((body.module, placements[node], body.call.grad_mode(node, grad)))
+        body = bodies.of(node) if is_higher_order_op(node.target) else None
+        if body is not None and body.module in alike:
+            found = (body.module, placements[node], body.call.grad_mode(node, grad))
+            inner += [] if found in inner else [found]
             continue
         candidate.in_transform = bool(inside or transforms)
         candidate.refused = refusal(node, candidate.in_transform)
@@ -117,6 +121,32 @@ def plan_graph(
     yield plan
     for body_module, placement, body_grad in inner:
         yield from plan_graph(body_module, placement, body_grad, overridden)
+
+
+def _called_alike(
+    module: fx.GraphModule, bodies: Bodies, placements: Mapping[fx.Node, Placement]
+) -> set[fx.GraphModule]:
+    """The bodies that all their calls find in one state, with operands of the dtypes that their
+    example values have. (Dynamo writes `torch.no_grad()` into the graph: a body that is called
+    inside and outside of it is called in two states.)"""
+    found: dict[fx.GraphModule, set[Any]] = {}
+    grad: Any = None
+    for node in module.graph.nodes:
+        if is_set_grad_enabled(node.target):
+            grad = node.args[0]
+        if is_higher_order_op(node.target) and (body := bodies.of(node)) is not None:
+            inputs = body.module.graph.find_nodes(op="placeholder")
+            operands = node.args[body.call.first_operand :]
+            fits = not body.call.again or _dtypes(inputs) == _dtypes(operands)
+            found.setdefault(body.module, set()).add((placements[node], grad, fits))
+    return {
+        body for body, calls in found.items() if len(calls) == 1 and all(fits for *_, fits in calls)
+    }
+
+
+def _dtypes(nodes: Sequence[Any]) -> list[torch.dtype | None]:
+    values = (n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in nodes)
+    return [getattr(value, "dtype", None) for value in values]
 
 
 def refusal(node: fx.Node, inside_transform: bool) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from ._torch.autocast import wrap_with_autocast
@@ -14,6 +15,7 @@ from .modules import bind
 from .overrides import parse_overrides
 from .propagate import propagate
 from .regions import hops_to_regions, nodes_of, regions_to_hops
+from .separate import separate_bodies
 from .state import AutocastState
 
 
@@ -73,6 +75,7 @@ def lower_flat(
     for node in nodes_of(graph_module):
         if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
+    separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
     if context.overrides or not propagated:
         propagate(graph_module, context)
     lower(graph_module, context)

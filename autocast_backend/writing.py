@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,46 +73,51 @@ class Writer:
         A weight that one body alone reads is cast in there.
         """
         bodies = Bodies(self.module)
-        readers: dict[tuple[Any, ...], list[tuple[fx.Node, Writer, fx.Node]]] = {}
+        # (body, cast inside of it) -> the nodes that call the body, and the cast each of them means
+        inside: dict[tuple[Writer, fx.Node], dict[fx.Node, tuple[Any, ...]]] = {}
         for node in self.graph.nodes:
             body = bodies.of(node)
-            if body is None or not body.call.shares:
+            if body is None or not body.call.shares or body.module not in writers:
                 continue
             writer = writers[body.module]
             inputs = writer.graph.find_nodes(op="placeholder")
             operands = dict(zip(inputs, node.args[body.call.first_operand :], strict=True))
-            for (weight, *cast), inside in writer.weight_casts.items():
+            for (weight, *cast), made in writer.weight_casts.items():
                 if weight in operands:
                     key = (operands[weight], *cast)
-                    readers.setdefault(key, []).append((node, writer, inside))
-        for key, found in readers.items():
-            if key in self.weight_casts or len(found) > 1:
-                self._share(key, found)
+                    inside.setdefault((writer, made), {})[node] = key
+        readers = Counter(key for calls in inside.values() for key in calls.values())
+        for (writer, made), calls in inside.items():
+            if any(key in self.weight_casts or readers[key] > 1 for key in calls.values()):
+                self._share(writer, made, calls)
 
-    def _share(self, key: tuple[Any, ...], readers: list[tuple[fx.Node, Writer, fx.Node]]) -> None:
-        """Give the bodies that these nodes call one cast of a weight as an operand."""
-        first, _, inside = readers[0]
-        outside = self.weight_casts.get(key)
-        if outside is None:
-            with self.graph.inserting_before(first):
-                outside = self.graph.node_copy(inside, lambda _: key[0])
-            self.weight_casts[key] = outside
-            self.report.casts += 1
-        elif not _stands_before(outside, first):
-            first.prepend(outside)
-        for node, writer, inside in readers:
-            last = writer.graph.find_nodes(op="placeholder")[-1]
-            with writer.graph.inserting_after(last):
-                operand = writer.graph.placeholder(inside.name)
-            operand.meta = dict(inside.meta)
-            (weight,) = inside.all_input_nodes
-            inside.replace_all_uses_with(operand)
-            writer.graph.erase_node(inside)
+    def _share(
+        self, writer: Writer, made: fx.Node, calls: Mapping[fx.Node, tuple[Any, ...]]
+    ) -> None:
+        """Give a body a cast of a weight as an operand, in each node that calls it."""
+        for node, key in calls.items():
+            outside = self.weight_casts.get(key)
+            if outside is None:
+                with self.graph.inserting_before(node):
+                    outside = self.graph.node_copy(
+                        made, {made.all_input_nodes[0]: key[0]}.__getitem__
+                    )
+                self.weight_casts[key] = outside
+                self.report.casts += 1
+            elif not _stands_before(outside, node):
+                node.prepend(outside)
             node.args = (*node.args, outside)
-            if not weight.users:
-                _drop_operand(node, writer.graph, weight)
-            self.report.casts -= 1
-            writer.module.recompile()
+        last = writer.graph.find_nodes(op="placeholder")[-1]
+        with writer.graph.inserting_after(last):
+            operand = writer.graph.placeholder(made.name)
+        operand.meta = dict(made.meta)
+        (weight,) = made.all_input_nodes
+        made.replace_all_uses_with(operand)
+        writer.graph.erase_node(made)
+        if not weight.users:
+            _drop_operand(calls, writer.graph, weight)
+        self.report.casts -= 1
+        writer.module.recompile()
         self.module.recompile()
 
     def _rewrite(self, c: Candidate, recipe: Recipe) -> None:
@@ -170,11 +176,12 @@ class Writer:
                 at = self.graph.call_function(exit_autocast, (enter,))
 
 
-def _drop_operand(node: fx.Node, body: fx.Graph, operand: fx.Node) -> None:
+def _drop_operand(calls: Iterable[fx.Node], body: fx.Graph, operand: fx.Node) -> None:
     """Call a body without an operand that it does not read."""
     operands = body.find_nodes(op="placeholder")
-    at = len(node.args) - len(operands) + operands.index(operand)
-    node.args = (*node.args[:at], *node.args[at + 1 :])
+    for node in calls:
+        at = len(node.args) - len(operands) + operands.index(operand)
+        node.args = (*node.args[:at], *node.args[at + 1 :])
     body.erase_node(operand)
 
 

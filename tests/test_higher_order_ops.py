@@ -1,0 +1,191 @@
+"""Higher-order ops under autocast: their bodies are lowered where they stand, or the whole op stays
+under autocast. Either way outputs and gradients are those of eager, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._higher_order_ops.map import map as hop_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from autocast_backend import lower_autocast
+from tests.support import BF16, assert_same_bits, capture, targets, tensors
+
+Function = Callable[..., Any]
+
+
+def branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda v, u: (v @ u).sin(), lambda v, u: v @ u * 2, (x, w))
+
+
+def loop(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return while_loop(
+        lambda i, v: i < 3, lambda i, v: (i + 1, (v @ w).float()), (torch.tensor(0), x)
+    )
+
+
+def scanned(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return scan(lambda carry, v: ((carry @ w).float(), (v @ carry).sin()), x[0], x)
+
+
+def mapped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return hop_map(lambda v, u: (v @ u).sin(), x, w)
+
+
+def attended(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q = (x @ w)[None, None]
+    return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j))
+
+
+def part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sin()
+
+
+marked = torch.compiler.nested_compile_region(part)
+
+
+def nested_compile_regions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return marked(marked(x, w).float(), w)
+
+
+def without_marks(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return part(part(x, w).float(), w)
+
+
+def checkpointed(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return checkpoint(lambda v, u: (v @ u).sin(), x, w, use_reentrant=False)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad.float() @ w.t(), x.transpose(-1, -2).float() @ grad.float()
+
+
+def own_function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return Product.apply(x, w)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of a tensor and a square weight.
+
+    Attributes:
+        shape: of the tensor.
+        bracketed: whether calls stay under autocast.
+        gradients: whether PyTorch has them on the CPU.
+        oracle: what to run as the oracle, where it cannot run the function itself.
+    """
+
+    function: Function
+    shape: tuple[int, ...] = (8, 8)
+    bracketed: bool = True
+    gradients: bool = True
+    oracle: Function | None = None
+
+
+CASES = {
+    "cond": Case(branches),
+    "while_loop": Case(loop, gradients=False),
+    "scan": Case(scanned, (3, 8, 8)),
+    "map": Case(mapped, (3, 8, 8)),
+    "flex_attention": Case(attended, (16, 16), gradients=False),
+    # The backend "eager" cannot run its backward.
+    "invoke_subgraph": Case(nested_compile_regions, bracketed=False, oracle=without_marks),
+    "checkpoint": Case(checkpointed, bracketed=False),
+    "autograd_function_apply": Case(own_function, bracketed=False),
+}
+
+
+def region_of(function: Function, way: str) -> Function:
+    def inside(x: torch.Tensor, w: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            return function(x, w)
+
+    return inside if way == "region" else function
+
+
+def results(function: Function, case: Case, way: str, **arguments: Any) -> list[Any]:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*case.shape, generator=generator).requires_grad_(case.gradients)
+    w = torch.randn(case.shape[-1], case.shape[-1], generator=generator)
+    w.requires_grad_(case.gradients)
+    compiled = torch.compile(region_of(function, way), fullgraph=True, **arguments)
+    with torch.autocast(**BF16, enabled=way == "ambient"):
+        outputs = tensors(compiled(x, w))
+    if case.gradients:
+        losses = [t.float().square().mean() for t in outputs if t.requires_grad]
+        torch.stack(losses).sum().backward()
+    return [*outputs, x.grad, w.grad]
+
+
+@pytest.mark.parametrize("way", ["region", "ambient"])
+@pytest.mark.parametrize("name", CASES)
+def test_bits(name: str, way: str) -> None:
+    case = CASES[name]
+    expected = results(case.oracle or case.function, case, way, backend="eager")
+    off = results(case.oracle or case.function, case, "off", backend="eager")
+    assert not torch.equal(expected[-3].float(), off[-3].float()), "a case that shows nothing"
+    counters.clear()
+    options = {"inner": "aot_eager"}
+    actual = results(case.function, case, way, backend="smart_autocast", options=options)
+    assert (counters["smart_autocast"]["bracketed"] > 0) == case.bracketed
+    assert_same_bits(actual, expected, name)
+
+
+def test_the_weight_of_a_bracket_is_a_weight_outside() -> None:
+    """Used in a branch that stays under autocast and outside of it, with gradients from both."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return branches((x @ w).float(), w.float() * 2) + x @ w
+
+    case = Case(function)
+    expected = results(function, case, "region", backend="eager")
+    options = {"inner": "aot_eager"}
+    actual = results(function, case, "region", backend="smart_autocast", options=options)
+    assert_same_bits(actual, expected)
+
+
+def test_a_nested_region_that_is_called_in_two_states() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = marked(x, w)
+        return marked(y.float(), w)
+
+    def reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = part(x, w)
+        return part(y.float(), w)
+
+    case = Case(function)
+    options = {"inner": "aot_eager"}
+    actual = results(function, case, "off", backend="smart_autocast", options=options)
+    assert [t.dtype for t in actual[:1]] == [torch.float32]
+    assert_same_bits(actual, results(reference, case, "off", backend="eager"))
+
+
+def test_nested_regions_share_the_cast_of_a_weight() -> None:
+    """Their body gets it as an operand, and the call outside reads it too."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return marked(x, w) + marked(x * 2, w) + x @ w
+
+    x, w = torch.randn(8, 8), torch.randn(8, 8).requires_grad_()
+    calls = targets(lower_autocast(capture(function, x, w)))
+    assert calls.count("autocast_to_bf16.default") == 3  # w, x outside, and the body's own of x
