@@ -111,15 +111,11 @@ def hoist(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     casts: dict[fx.Node, int],
-    *,
-    static: bool,
 ) -> Hoisted:
     """A copy of the graph that takes `casts` in as arguments.
 
     Args:
         casts: as `weight_casts` found them.
-        static: tell the inner compiler that the casts of static inputs are static, too: their
-            addresses do not change.
     """
     names = {cast.name: i for cast, i in casts.items()}
     module = copy_graph(graph_module)
@@ -137,8 +133,9 @@ def hoist(
             with graph.inserting_after(last):
                 operand = last = graph.placeholder(f"{node.name}_outside")
             operand.meta = {k: v for k, v in node.meta.items() if k != "nn_module_stack"}
-            tensor_dict = placeholders[i].meta.get("tensor_dict", {})
-            operand.meta["tensor_dict"] = tensor_dict if static else {}
+            # The cast of a static input is static, too: it is there anyway, so that saving it for
+            # the backward costs nothing, and for CUDA graphs `GraphWeights` keeps its address.
+            operand.meta["tensor_dict"] = placeholders[i].meta.get("tensor_dict", {})
             operand._dynamo_source = None
             weights.append(i)
             values.append(_leaf_like(fakes[i], result))

@@ -69,7 +69,7 @@ class WeightPlan:
         """Compile the graph, with its casts where the plan wants them."""
         if not self._casts:
             return compile_graph(self._graph_module, self._inputs)
-        hoisted = hoist(self._graph_module, self._inputs, self._casts, static=self._keep_memory)
+        hoisted = hoist(self._graph_module, self._inputs, self._casts)
         weights = GraphWeights(
             hoisted.dtypes,
             hoisted.grads,

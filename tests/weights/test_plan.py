@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -282,17 +284,16 @@ def test_the_report_names_every_weight() -> None:
     assert str(report.weights[0]).endswith('-> bfloat16, in the graph: weight_cache="off"')
 
 
-def test_a_net_of_an_older_graph_is_not_kept_alive() -> None:
-    """Compiled code holds no weight."""
-    import gc
-    import weakref
-
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_compiled_code_holds_no_weight(grad: bool) -> None:
     model = make(Net)
-    alive = weakref.ref(model.first.weight)
-    compiled = torch.compile(model, **ours())
-    with bf16():
-        compiled(data(3, 8)).float().sum().backward()
-    del model, compiled
-    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, **ours())
+    with bf16(), torch.set_grad_enabled(grad):
+        for _ in range(2):
+            y = compiled(data(3, 8))
+    if grad:
+        y.float().sum().backward()
+    storage = weakref.ref(model.first.weight.untyped_storage())
+    del model, compiled, y
     gc.collect()
-    assert alive() is None
+    assert storage() is None
