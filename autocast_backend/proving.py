@@ -48,6 +48,8 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
         if verdict.found is not None:
             found = [(i, Policy(name)) for i, name in verdict.found]
             c.recipe = recipes.of_casts(c.node, c.placement.state, found)
+        if verdict.expanded:
+            c.recipe = recipes.expanded(c.node)
         if verdict.order and c.recipe is not None:
             c.recipe = c.recipe.ordered(verdict.order)
     verdicts.save()
@@ -80,6 +82,9 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     # A composite, maybe: does it help to cast what eager was seen to cast, before the call?
     if difference(eager, watch(recipes.of_casts(c.node, state, casts), None), "ops") is None:
         return Verdict(None, shared, tuple((i, policy.value) for i, policy in casts))
+    expanded = recipes.expanded(c.node)
+    if expanded and difference(eager, watch(expanded, None), "ops") is None:
+        return Verdict(None, expanded=True)
     # It stays under autocast. May it at least read the weight casts that other calls read?
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
     shareable = difference(eager, watch(given, state), "ops") is None

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from . import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
+from .expansions import EXPANSIONS, Caller
 from .policies import COMPOSITES, Policy, find_policy, op_name
 from .state import AutocastState, DeviceAutocast
 
@@ -62,6 +63,7 @@ class Recipe:
         promoted: groups of arguments that pass through `promote` together, each with the device
             type it is limited to.
         with_dtype: the overload to call instead, with `full_precision_dtype` of its first argument.
+        expansion: the name of the expansion that replaces the call.
         direct: whether the policy op gets the arguments themselves. A composite may give it a view
             instead, whose cast eager autocast does not cache.
     """
@@ -70,9 +72,10 @@ class Recipe:
     promoted: tuple[tuple[tuple[int, ...], str | None], ...] = ()
     with_dtype: torch._ops.OpOverload | None = None
     direct: bool = True
+    expansion: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.casts or self.promoted or self.with_dtype)
+        return bool(self.casts or self.promoted or self.with_dtype or self.expansion)
 
     def ordered(self, order: Sequence[int]) -> Recipe:
         """The same casts, made in the order of these argument numbers."""
@@ -150,6 +153,12 @@ def of_casts(node: fx.Node, state: AutocastState, casts: Iterable[tuple[int, Pol
     return Recipe(tuple((i, _cast(p, state.device(d), None)) for i, p, d in devices))
 
 
+def expanded(node: fx.Node) -> Recipe | None:
+    """The recipe that writes a composite out; None where it is not known how."""
+    name = op_name(node)
+    return Recipe(expansion=name) if name in EXPANSIONS else None
+
+
 def _cast(policy: Policy, device: DeviceAutocast, limit: str | None) -> Cast:
     if policy is Policy.FP32:
         return Cast(FULL, (), limit)
@@ -223,6 +232,9 @@ def apply(
             values[i] = call(operator.getitem, (wide, position), {})
     remaining: Iterator[Any] = iter(values)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(remaining))
+    if recipe.expansion is not None:
+        first = example_value(tensor_arguments(node)[0])
+        return EXPANSIONS[recipe.expansion](Caller(call, first.dim()), *args, **kwargs)
     if recipe.with_dtype is None:
         return node.target, args, kwargs
     bound = bind(recipe.with_dtype, args, kwargs)

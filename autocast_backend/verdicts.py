@@ -43,12 +43,14 @@ class Verdict:
             None where the table's answer holds.
         order: numbers of the arguments in the order in which eager casts them, where one tensor is
             several arguments.
+        expanded: whether the call is to be written out (expansions.py).
     """
 
     reason: str | None = None
     shared: tuple[int, ...] = ()
     found: tuple[tuple[int, str], ...] | None = None
     order: tuple[int, ...] = ()
+    expanded: bool = False
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
@@ -98,7 +100,7 @@ class Verdicts:
         if not self._unsaved or self._path is None:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
-        rows = {k: [v.reason, v.shared, v.found, v.order] for k, v in stable.items()}
+        rows = {k: [v.reason, v.shared, v.found, v.order, v.expanded] for k, v in stable.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its final place and renamed, so that a reader never sees half a file.
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
@@ -124,10 +126,14 @@ def _load(path: Path) -> dict[str, Verdict]:
 
 
 def _verdict(
-    reason: str | None, shared: list[int], found: list[list[Any]] | None, order: list[int]
+    reason: str | None,
+    shared: list[int],
+    found: list[list[Any]] | None,
+    order: list[int],
+    expanded: bool,
 ) -> Verdict:
     casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
-    return Verdict(reason, tuple(shared), casts, tuple(order))
+    return Verdict(reason, tuple(shared), casts, tuple(order), expanded)
 
 
 def _path(keys: list[str]) -> Path | None:
