@@ -18,9 +18,9 @@ from ..regions import RegionError, hops_to_regions, nodes_of, regions_to_hops
 from ..report import Report
 from ..standalone import lower_flat
 from ..state import AutocastState
+from .absent_dtypes import without_absent_dtypes
 from .checks import floating_point_checks, with_dtype, without_dtype
 from .devices import on_device_type
-from .dtype_arguments import without_dtype_values
 
 
 def lower(
@@ -88,7 +88,7 @@ def lower_with_report(
         lower_flat(graph, context, propagated=not elsewhere)
     for check in checks:
         with_dtype(check)
-    without_dtype_values(graph)
+    without_absent_dtypes(graph)
     graph, signature = regions_to_hops(graph, signature)
     assert signature is not None  # there was one
     return with_graph(exported_program, graph, signature), context.report

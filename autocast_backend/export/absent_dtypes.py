@@ -1,24 +1,22 @@
-"""No node of an exported program may give a dtype: `torch.export.save` cannot write it."""
+"""No node of an exported program may give nothing: `torch.export.save` cannot write it."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
-from .._torch.autocast import disable_autocast
-from .._torch.fake_tensors import fake_mode_of
 from ..regions import nodes_of
 
 _DTYPE_OF = torch.ops.smart_autocast.full_precision_dtype.default
 _FULL = torch.ops.smart_autocast.autocast_to_full_precision.default
 
 
-def without_dtype_values(graph_module: fx.GraphModule) -> None:
-    """Cast the operand of an op that autocast asks for a float32 result, in place of asking.
+def without_absent_dtypes(graph_module: fx.GraphModule) -> None:
+    """Cast the operand of an op that autocast asks for a float32 result, in place of asking, where
+    the answer is no dtype at all: with the float64 operand that the program was exported with.
 
         dtype = full_precision_dtype(x)                   full = autocast_to_full_precision(x)
         y = softmax(self=x, dim=-1, dtype=dtype)          y = softmax(full, -1)
@@ -26,29 +24,21 @@ def without_dtype_values(graph_module: fx.GraphModule) -> None:
     The results have the same dtypes, and are the same but for the order in which a kernel adds up
     numbers of another dtype: these ops say that they cast their operand first.
     """
-    for node in [n for n in nodes_of(graph_module) if n.target is _DTYPE_OF]:
+    for node in list(nodes_of(graph_module)):
+        if node.target is not _DTYPE_OF or node.meta["val"] is not None:
+            continue
         graph = node.graph
-        given_to_it: tuple[Any, ...] = node.args
-        operand, given = (*given_to_it, None)[:2]
+        operand: Any = node.args[0]
         for call in list(node.users):
-            arguments = dict(call.kwargs)
-            arguments["dtype"] = given
-            if given is None:
-                with graph.inserting_before(call):
-                    full = graph.call_function(_FULL, (operand,))
-                value = operand.meta["val"]
-                with _mode_of(value), disable_autocast():
-                    full.meta = {**node.meta, "val": _FULL(value)}
-                arguments["self"] = full
+            with graph.inserting_before(call):
+                full = graph.call_function(_FULL, (operand,))
+            full.meta = {**node.meta, "val": operand.meta["val"]}  # float64, which it leaves alone
+            arguments = {**call.kwargs, "self": full, "dtype": None}
             call.args, call.kwargs = _positional(call.target, arguments)
         graph.erase_node(node)
         owner = graph.owning_module
         assert owner is not None
         owner.recompile()
-
-
-def _mode_of(value: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    return fake_mode_of([value]) or contextlib.nullcontext()
 
 
 def _positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
