@@ -7,6 +7,7 @@ test reproduces what it does.
 from __future__ import annotations
 
 import io
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,42 @@ def test_names_stay() -> None:
     assert results == ["wrap_with_autocast", inside, add]
     (output,) = hops.graph.find_nodes(op="output")
     assert [spec.arg.name for spec in after.output_specs] == [n.name for n in output.args[0]]
+
+
+def test_outputs_that_become_one_are_renamed() -> None:
+    """A body that returns one value twice: inlined, both outputs are one node."""
+
+    def function(m: Model, x: torch.Tensor) -> Any:
+        with autocast():
+            y, z = m.layer(x), m.layer(x + 1)
+        return y, z
+
+    program = export(function)
+    (call,) = calls(program.graph_module, wrap_with_autocast)
+    body = getattr(program.graph_module, call.args[4].target)
+    (output,) = body.graph.find_nodes(op="output")
+    output.args = ((output.args[0][0],) * 2,)
+    body.recompile()
+    flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
+    (result,) = flat.graph.find_nodes(op="output")
+    names = [n.name for n in result.args[0]]
+    assert names[0] == names[1]
+    assert [spec.arg.name for spec in signature.output_specs] == names
+    assert_same_bits(*program._update(*regions_to_hops(flat, signature)).module()(X))
+
+
+def test_a_list_stays_in_its_region() -> None:
+    """What takes apart the list that a call in the region gives goes in as well: a call may return
+    tensors, not lists of them, or it could not be saved."""
+    program = export(taken_apart_later)
+    flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
+    (exit_,) = calls(flat, exit_autocast)
+    for node in reversed(calls(flat, operator.getitem)):
+        exit_.append(node)
+    hops, signature = regions_to_hops(flat, signature)
+    (call,) = calls(hops, wrap_with_autocast)
+    assert all(isinstance(value, torch.Tensor) for value in call.meta["val"])
+    assert_same_bits(run(save_and_load(program._update(hops, signature))), run(program))
 
 
 def test_the_given_signature_is_left_alone() -> None:
