@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend import lower_autocast
+from autocast_backend import BackwardError, lower_autocast
 from tests.support import BF16, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
@@ -189,3 +189,14 @@ def test_nested_regions_share_the_cast_of_a_weight() -> None:
     x, w = torch.randn(8, 8), torch.randn(8, 8).requires_grad_()
     calls = targets(lower_autocast(capture(function, x, w)))
     assert calls.count("autocast_to_bf16.default") == 3  # w, x outside, and the body's own of x
+
+
+def test_the_backward_of_a_nested_region_does_not_quietly_ignore_autocast() -> None:
+    """It is partitioned by itself, so a variant does not find the values it would need."""
+    x, w = (torch.randn(8, 8).requires_grad_() for _ in range(2))
+    options = {"inner": "aot_eager"}
+    torch._dynamo.reset()
+    compiled = torch.compile(nested_compile_regions, backend="smart_autocast", options=options)
+    loss = compiled(x, w).square().mean()
+    with torch.autocast(**BF16), pytest.raises(BackwardError, match="cannot follow autocast"):
+        loss.backward()
