@@ -38,3 +38,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether what is done to a tensor now is captured in a CUDA graph, not computed."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._torch.tensors import has_other_holders, is_fake
+from .._torch.tensors import has_other_holders, is_captured, is_fake
 from ..ops import multi_cast
-from .scope import Contents, Scope, current_scope, last_scope
+from .scope import Scope, current_scope, last_scope
 
 Key = tuple[int, torch.dtype]
 """A weight, by its id, and the dtype it is cast to."""
@@ -182,18 +182,24 @@ class GraphWeights:
         right, is made now, by one `multi_cast` for each dtype and device."""
         contents = None if scope is None else scope.contents
         with _Shared.lock:
-            if self._lasting:
+            # What is made while a CUDA graph is captured is computed when that is replayed, each
+            # time, and nobody else may take it for computed; what was made before would be frozen.
+            captured = is_captured(weights[0])
+            if captured:
+                contents = None
+            if self._lasting and not captured:
                 casts, tie = _Shared.lasting, None
             else:  # outside of every scope, they last for this call
                 casts, tie = ({} if contents is None else contents.casts), scope
             seen = self._seen
-            if seen is not None and seen.holds(weights, tie) and casts:
+            if casts and seen is not None and seen.holds(weights, tie):
                 _Shared.hits += len(weights)
             elif is_fake(weights[0]):  # a graph splitter is asking for shapes
                 return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
             else:
-                self._seen = _Seen.of(weights, tie)  # before they are read
-                self._make(weights, casts, contents)
+                # Before they are read.
+                self._seen = None if captured else _Seen.of(weights, tie)
+                self._make(weights, casts)
             nodes = None if contents is None else contents.nodes
             return [
                 _traced(w, casts[id(w), d], d, nodes) if grad else casts[id(w), d].memory.cast
@@ -204,9 +210,7 @@ class GraphWeights:
         """Count a call that ran with its casts inside of the graph."""
         _Shared.misses += len(self._dtypes)
 
-    def _make(
-        self, weights: list[Tensor], casts: dict[Key, Cast], contents: Contents | None
-    ) -> None:
+    def _make(self, weights: list[Tensor], casts: dict[Key, Cast]) -> None:
         missing: dict[tuple[torch.dtype, torch.device], dict[Key, Tensor]] = {}
         for weight, dtype in zip(weights, self._dtypes, strict=True):
             cast = casts.get((id(weight), dtype))
@@ -223,9 +227,7 @@ class GraphWeights:
             for (key, cast), result in zip(fresh.items(), results, strict=True):
                 cast.memory.cast = result
                 casts[key] = cast
-                if contents is not None:
-                    contents.nodes.pop(key, None)
-                if self._keep_memory:
+                if self._keep_memory and not is_captured(result):
                     _Shared.kept[key] = cast
             made += len(fresh)
         _Shared.casts += made
@@ -234,6 +236,8 @@ class GraphWeights:
 
     def _recycled(self, key: Key, weight: Tensor, casts: dict[Key, Cast]) -> Tensor | None:
         """Memory for a new cast: that of the one it replaces, or of an earlier scope."""
+        if is_captured(weight):
+            return None
         for former in (casts, _Shared.kept):
             memory = former[key].recycled() if key in former else None
             if (
@@ -281,15 +285,16 @@ class _Traced(torch.autograd.Function):
 
 
 def _traced(
-    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Tensor] | None
+    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]] | None
 ) -> Tensor:
     """The cast with its way back to the weight: the one all graphs of the scope share, where
     `nodes` holds them."""
-    node = None if nodes is None else nodes.get((id(weight), dtype))
-    if node is None:
-        node = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
-        if nodes is not None:
-            nodes[id(weight), dtype] = node
+    known = None if nodes is None else nodes.get((id(weight), dtype))
+    if known is not None and known[0] is cast:
+        return known[1]
+    node: Tensor = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
+    if nodes is not None:
+        nodes[id(weight), dtype] = (cast, node)
     return node
 
 

@@ -22,7 +22,7 @@ class Contents:
 
     Attributes:
         casts: the casts made in it, by weight and dtype.
-        nodes: casts that autograd traces back to their weight: one for all graphs, so that the
+        nodes: casts with what autograd traces back to their weight: one for all graphs, so that the
             gradients of all uses add up in the lower precision, as those of eager's cached cast do.
     """
 
@@ -30,7 +30,7 @@ class Contents:
 
     def __init__(self) -> None:
         self.casts: dict[Any, Any] = {}
-        self.nodes: dict[Any, Tensor] = {}
+        self.nodes: dict[Any, tuple[Any, Tensor]] = {}
 
 
 class Scope:

@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from autocast_backend.weights import cache
 
-from .support import Net, bf16, data, make, ours
+from .support import Net, bf16, casts_made, data, make, ours
 
 Change = Callable[[nn.Module], Any]
 
@@ -192,3 +192,40 @@ def test_without_its_checks_it_is_not(
         without(check, monkeypatch)
     before, after = outputs_before_and_after(CASES[name], lifetime)
     assert torch.equal(after, before)
+
+
+def test_a_change_between_two_kinds_of_graphs() -> None:
+    """One graph makes the lasting cast anew; the other must not keep its node of the old one."""
+    model, x = make(), data(3, 8)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with bf16():
+            return model(x)
+
+    ambient, own = (torch.compile(f, **ours(weight_cache="version")) for f in (model, region))
+    own(x)
+    with bf16():
+        before = ambient(x).detach().clone()
+        writes_in_place(model)
+        with torch.autocast("cpu", enabled=False):
+            own(x)
+        after = ambient(x).detach().clone()
+        expected = torch.compile(model, **ours(weight_cache="off"))(x)
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_what_is_captured_is_not_taken_for_computed(
+    lifetime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a CUDA graph is captured, each call makes its casts, and leaves none behind."""
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=lifetime))
+
+    def casts(captured: bool) -> int:
+        monkeypatch.setattr(cache, "is_captured", lambda tensor: captured)
+        return casts_made(lambda: compiled(x))
+
+    with bf16():
+        assert [casts(c) for c in (True, True, False, False, True, False)] == [4, 4, 4, 0, 4, 0]
