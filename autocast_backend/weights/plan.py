@@ -129,11 +129,10 @@ class _ByUse:
         self._uses += 1
         if scope is None or max(self._uses, self._uses_before) < 2:
             return self._call_inside(args)
-        if self._outside is None:
-            self._outside = self._compile()
+        outside = self._outside or self._compile()
         if self._broken is not None and self._broken(args):
             return self._call_inside(args)
-        return self._outside.in_scope(scope, args)
+        return outside.in_scope(scope, args)
 
     def _call_inside(self, args: Sequence[Any]) -> Any:
         self._weights.passed_over()
@@ -151,7 +150,8 @@ class _ByUse:
             guards = ShapeGuards(hoisted.inputs)
             code = self._compile_graph(hoisted.graph_module, hoisted.inputs)
             self._broken = guards.check(hoisted.arguments)
-            return _Outside(hoisted, self._weights, code)
+            self._outside = _Outside(hoisted, self._weights, code)
+            return self._outside
 
 
 def _why_none(

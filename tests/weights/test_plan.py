@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.utils import counters
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import weight_cache_info
@@ -297,3 +298,14 @@ def test_compiled_code_holds_no_weight(grad: bool) -> None:
     del model, compiled, y
     gc.collect()
     assert storage() is None
+
+
+def test_a_weight_that_a_written_subclass_holds_stays() -> None:
+    def function(w: torch.Tensor, pair: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        pair.mul_(2)
+        return x @ w
+
+    w = nn.Parameter(data(8, 8))
+    pair = TwoTensor(w.data, w.detach().clone())
+    _, report = plan_of(function, w, pair, data(3, 8))
+    assert reasons(report) == {"the graph writes to its memory"}
