@@ -26,13 +26,14 @@ from .propagate import propagate
 from .regions import source_line
 from .separate import separate_bodies
 from .standalone import copy_graph
-from .state import AutocastState
+from .state import AutocastState, contexts_entered, put_right, put_right_after_errors
 from .weights.plan import WeightPlan
 
 log = _logging.log
 _logging.register()
 
 
+@put_right_after_errors()
 def smart_autocast(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -92,7 +93,7 @@ def smart_autocast(
             stack.enter_context(disable_autocast())
             compiled = inner(module, inputs)
         if report.bracketed:
-            compiled = _restoring_after_errors(compiled, now)
+            compiled = _putting_right_after_errors(compiled, now)
         return _with_autocast_off(compiled) if now.enabled_devices else compiled
 
     compiled = plan.compile(compile_graph)
@@ -147,20 +148,18 @@ def _with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _restoring_after_errors(compiled: Callable[..., Any], now: AutocastState) -> Callable[..., Any]:
-    """Leave the autocast state as it was when a call raises inside a bracket, whose exit nodes then
-    do not run. AOTAutograd traces brackets away; an inner compiler like "eager" executes them."""
+def _putting_right_after_errors(
+    compiled: Callable[..., Any], now: AutocastState
+) -> Callable[..., Any]:
+    """AOTAutograd traces brackets away; an inner compiler like "eager" executes them. Dynamo
+    guards on the state, so it is not asked for again at each call."""
 
     def run(*args: Any) -> Any:
-        nesting = torch.autocast_increment_nesting()
-        torch.autocast_decrement_nesting()
+        entered = contexts_entered()
         try:
             return compiled(*args)
         except BaseException:
-            now.restore()
-            while torch.autocast_decrement_nesting() >= nesting:
-                pass
-            torch.autocast_increment_nesting()
+            put_right(now, entered)
             raise
 
     return run

@@ -50,7 +50,7 @@ from .differences import Call, autocast_can_change, calls_of, differing_ops, is_
 from .graphs import copy_graph
 from .guards import ShapeGuards
 from .joint import extract_backward, keep_in_backward
-from .state import AutocastState
+from .state import AutocastState, put_right_after_errors
 
 log = _logging.log
 
@@ -181,7 +181,7 @@ class Backward:
 
     def _choose(self, key: Key, args: list[Any]) -> Callable[..., Any]:
         """The code for a state that is met for the first time."""
-        with compile_lock(), disable_autocast():
+        with compile_lock(), put_right_after_errors(), disable_autocast():
             if key not in self._codes:
                 if self._assumed is None:
                     self._codes[key] = self._compiled(key, args)
@@ -276,7 +276,7 @@ class Backward:
         """The backward graph that compiled autograd copies, for the state of this moment."""
         device_types = self._region.device_types
         key = found = current_key(device_types)
-        with compile_lock(), disable_autocast():
+        with compile_lock(), put_right_after_errors(), disable_autocast():
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed

@@ -123,13 +123,14 @@ class AutocastState:
         GPU, but fake CUDA tensors need it on. The weight cache stays off meanwhile, because it is
         process-wide and would keep tensors (fake ones among them) that nobody evicts.
         """
-        before = AutocastState.current()
-        try:
-            self.restore()
-            torch.set_autocast_cache_enabled(False)
-            yield
-        finally:
-            before.restore()
+        with put_right_after_errors():
+            before = AutocastState.current()
+            try:
+                self.restore()
+                torch.set_autocast_cache_enabled(False)
+                yield
+            finally:
+                before.restore()
 
     def restore(self) -> None:
         """Set the calling thread's flags to this state."""
@@ -179,3 +180,32 @@ def check_autocast_arguments(where: str, arguments: Any) -> None:
         value = arguments.get(flag, True)
         if not isinstance(value, bool) and not (flag == "cache_enabled" and value is None):
             raise TypeError(f"{where}: {flag}: expected a bool; got {value!r}")
+
+
+def contexts_entered() -> int:
+    """How many autocast contexts the calling thread is in, one inside the other."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+def put_right(state: AutocastState, entered: int) -> None:
+    """Leave autocast as it was in `state` with `entered` contexts, as the `with` blocks of eager
+    would. A graph that raises between `_enter_autocast` and `_exit_autocast` leaves its region
+    entered: the region's state would hold for all that follows, and autocast would never again
+    clear its weight cache, which it does when the outermost context exits."""
+    state.restore()
+    while contexts_entered() > entered:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def put_right_after_errors() -> Iterator[None]:
+    """Put autocast right when the body raises."""
+    before, entered = AutocastState.current(), contexts_entered()
+    try:
+        yield
+    except BaseException:
+        put_right(before, entered)
+        raise

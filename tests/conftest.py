@@ -1,5 +1,9 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from autocast_backend.state import AutocastState, contexts_entered
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,3 +18,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+def _process_state() -> dict[str, object]:
+    """What a test can leave behind that changes the results of the tests after it."""
+    return {
+        "autocast contexts entered": contexts_entered(),
+        "autocast": AutocastState.current(),
+        "threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def process_state_left_alone() -> Iterator[None]:
+    """A test that leaves, say, an autocast context entered fails itself, not the ones after it: the
+    weight cache of autocast is cleared when no context is entered any more."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    assert after == before

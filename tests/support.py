@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autocast_backend.lowering import Context, lower
 from autocast_backend.report import Report
-from autocast_backend.state import AutocastState
+from autocast_backend.state import AutocastState, contexts_entered, put_right
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 FP16 = {"device_type": "cpu", "dtype": torch.float16}
@@ -65,16 +65,12 @@ def train_step(
 
 @contextlib.contextmanager
 def autocast_put_right() -> Iterator[None]:
-    """Leave autocast as it was when a graph raises inside a region, whose exit node then does not
-    run: its state, how deep its contexts are nested, and so when its weight cache is cleared."""
-    before = AutocastState.current()
+    """For oracles that raise, or stop by an exception, inside a region of their graph."""
+    before, entered = AutocastState.current(), contexts_entered()
     try:
         yield
     finally:
-        before.restore()
-        for _ in range(torch.autocast_increment_nesting()):
-            torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
+        put_right(before, entered)
 
 
 def graph_of(

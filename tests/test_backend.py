@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autocast_backend import AutocastState
 from autocast_backend.backend import smart_autocast
-from tests.support import BF16, FP16, assert_same_bits, train_step
+from autocast_backend.state import contexts_entered
+from tests.support import BF16, FP16, assert_same_bits, autocast_put_right, train_step
 
 
 def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -165,8 +166,38 @@ def test_an_error_in_the_model_arrives_unchanged_and_the_state_is_restored(inner
             with pytest.raises(Broken, match="from the model"):
                 compiled(torch.ones(4, 4))
             assert AutocastState.current() == before
-    assert torch.autocast_increment_nesting() == 1
-    assert torch.autocast_decrement_nesting() == 0
+            assert contexts_entered() == 1
+    assert contexts_entered() == 0
+
+
+def test_a_graph_that_raises_while_it_is_compiled_leaves_no_region_entered() -> None:
+    """Entered for good, autocast would never clear its weight cache again. Stock leaves it so."""
+
+    @torch.library.custom_op("smart_autocast_tests::no_second_trace", mutates_args=())
+    def no_second_trace(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    traced = 0
+
+    @no_second_trace.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        nonlocal traced
+        traced += 1
+        if traced > 1:
+            raise ValueError("traced again")
+        return torch.empty_like(x)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.linalg.matrix_power(no_second_trace(x), 3)  # stays in a bracket
+
+    torch._dynamo.reset()
+    with autocast_put_right():
+        weight = torch.ones(4, 4, requires_grad=True)
+        compiled = torch.compile(function, backend="smart_autocast", options={"inner": "aot_eager"})
+        with pytest.raises(Exception, match="traced again"):
+            compiled(weight)
+        assert contexts_entered() == 0
 
 
 def test_a_failing_inner_compiler_leaves_the_state_alone() -> None:

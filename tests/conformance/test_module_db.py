@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
 
-from tests.support import BF16, assert_same_bits, tensors
+from tests.support import BF16, assert_same_bits, autocast_put_right, tensors
 
 MODULES = {info.formatted_name: info for info in module_db}
 
@@ -55,7 +55,8 @@ def outcome(info: ModuleInfo, index: int, **compile_arguments: Any) -> tuple[lis
 def test_bits(name: str, index: int) -> None:
     info = MODULES[name]
     try:
-        expected = outcome(info, index, backend="eager")
+        with autocast_put_right():
+            expected = outcome(info, index, backend="eager")
     except Exception as error:
         if name not in EAGER_RAISES:
             raise
