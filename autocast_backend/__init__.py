@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
     from .ops import (
         CastStats,
+        UnscaledGrads,
         autocast_to_bf16,
         autocast_to_fp16,
         autocast_to_full_precision,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         kernels,
         multi_cast,
         promote,
+        unscale_cast,
     )
     from .standalone import lower_autocast
     from .state import AutocastState
@@ -34,6 +36,7 @@ _HOMES = {
     "BackwardAutocastError": "ambient",
     "BackwardAutocastWarning": "ambient",
     "BackwardError": "ambient",
+    "UnscaledGrads": "ops",
     "autocast_to_bf16": "ops",
     "autocast_to_fp16": "ops",
     "autocast_to_full_precision": "ops",
@@ -44,6 +47,7 @@ _HOMES = {
     "cast_with_stats": "ops",
     "multi_cast": "ops",
     "promote": "ops",
+    "unscale_cast": "ops",
     "weight_cache_info": "weights",
 }
 
@@ -53,6 +57,7 @@ __all__ = [
     "BackwardAutocastWarning",
     "BackwardError",
     "CastStats",
+    "UnscaledGrads",
     "autocast_to_bf16",
     "autocast_to_fp16",
     "autocast_to_full_precision",
@@ -63,6 +68,7 @@ __all__ = [
     "lower_autocast",
     "multi_cast",
     "promote",
+    "unscale_cast",
     "weight_cache_info",
 ]
 

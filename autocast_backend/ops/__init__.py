@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 
 from .. import _native
-from . import _cast_with_stats, _multi_cast, cast, reference, schemas
+from . import (
+    _cast_with_stats,
+    _multi_cast,
+    _stochastic_cast,
+    _unscale_cast,
+    cast,
+    reference,
+    schemas,
+)
 
 KERNEL_TIER = _native.load()
 """The kernels in use, an ``autocast_backend._native.KernelTier``."""
@@ -21,9 +29,11 @@ else:
 cast.register()
 _cast_with_stats.register(_library)
 _multi_cast.register()
+_stochastic_cast.register(_library)
+_unscale_cast.register(_library)
 
 # After the ops exist: these functions look them up when they are imported.
-from .casts import CastStats, cast_with_stats, multi_cast  # noqa: E402
+from .casts import CastStats, UnscaledGrads, cast_with_stats, multi_cast, unscale_cast  # noqa: E402
 from .smart_casts import (  # noqa: E402
     autocast_to_bf16,
     autocast_to_fp16,
@@ -45,6 +55,7 @@ def kernels() -> _native.KernelTier:
 __all__ = [
     "KERNEL_TIER",
     "CastStats",
+    "UnscaledGrads",
     "autocast_to_bf16",
     "autocast_to_fp16",
     "autocast_to_full_precision",
@@ -53,4 +64,5 @@ __all__ = [
     "kernels",
     "multi_cast",
     "promote",
+    "unscale_cast",
 ]

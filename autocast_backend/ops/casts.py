@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,57 @@ def cast_with_stats(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastSta
     return result, CastStats(*numbers.unbind())
 
 
+class UnscaledGrads(NamedTuple):
+    """What :func:`unscale_cast` makes of gradients."""
+
+    tensors: list[Tensor]
+    """The unscaled gradients."""
+    found_inf: Tensor
+    """float32, of shape ``(1,)``: 1 if a gradient holds an infinity or a NaN, else 0."""
+
+
+def unscale_cast(
+    grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype = torch.float32
+) -> UnscaledGrads:
+    """Divides gradients by a loss scale, casts them, and looks for infinities and NaNs, at once.
+
+    The bits are those of ``torch.amp.GradScaler.unscale_`` after ``grad.to(dtype)``: the product
+    with ``scale.double().reciprocal().float()``. Nothing waits for the device.
+
+    Args:
+        grads: a list or tuple of floating tensors on one device, of any dtypes, shapes and strides.
+        scale: the loss scale, a float32 tensor of one element on that device.
+        dtype: ``torch.float32``, ``torch.float64``, ``torch.float16`` or ``torch.bfloat16``.
+
+    Returns:
+        :class:`UnscaledGrads`: new tensors, and whether a number was not finite after the cast.
+        Without gradients of their own.
+
+    Raises:
+        TypeError: ``grads`` is no list or tuple of tensors, ``scale`` no tensor, or ``dtype`` no
+            ``torch.dtype``.
+        RuntimeError: another dtype; ``scale`` of another dtype or more elements; tensors on other
+            devices than ``scale``; one that is not floating; or one that requires grad while
+            gradients are on.
+    """
+    _check_tensors("grads", grads)
+    if not isinstance(scale, Tensor):
+        raise TypeError(
+            f"argument 'scale' must be a torch.Tensor, got {type(scale).__name__}; make one with "
+            "torch.tensor(scale, device=grads[0].device)"
+        )
+    _check_dtype(dtype)
+    return UnscaledGrads(*_ops.unscale_cast.default(grads, scale, dtype))
+
+
 def multi_cast(
-    tensors: Sequence[Tensor], dtype: torch.dtype, *, out: Sequence[Tensor] | None = None
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    out: Sequence[Tensor] | None = None,
+    rounding: Literal["nearest-even", "stochastic"] = "nearest-even",
+    seed: int | None = None,
+    offset: int = 0,
 ) -> list[Tensor]:
     """Casts many tensors in one pass: as ``[t.to(dtype, copy=True) for t in tensors]``, but faster.
 
@@ -65,25 +114,41 @@ def multi_cast(
         out: where to write the results: as many tensors, of ``dtype``, with the shapes of
             ``tensors``, on their device; no gradients flow through it. Fastest with the strides of
             ``tensors``: ``[torch.empty_like(t, dtype=dtype) for t in tensors]``.
+        rounding: ``"nearest-even"``, bit by bit as ``Tensor.to`` rounds; or ``"stochastic"``: to
+            one of the two neighbours in ``dtype``, so that the mean is the number itself. The
+            latter takes floating tensors and ``torch.bfloat16``, ``torch.float16``,
+            ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, no ``out`` and no gradients.
+        seed: of the random numbers, Philox4x32-10; for stochastic rounding, which needs one. The
+            result is a function of the arguments, the same on every device.
+        offset: how many blocks of four random numbers to leave out: a call takes
+            ``sum(-(-t.numel() // 4) for t in tensors)``, for the next one to add.
 
     Returns:
-        A tensor of ``dtype`` for each of ``tensors``, in order, rounded as ``Tensor.to`` rounds; a
-        new one, also where the dtype is right already, or that of ``out``. Gradients return in each
-        tensor's own dtype, and only tensors that require grad give results that do.
+        A tensor of ``dtype`` for each of ``tensors``, in order; a new one, also where the dtype is
+        right already, or that of ``out``. Gradients return in each tensor's own dtype, and only
+        tensors that require grad give results that do.
 
     Raises:
         TypeError: ``tensors`` or ``out`` is no list or tuple of tensors, or ``dtype`` no
-            ``torch.dtype``.
-        ValueError: ``dtype`` is not floating.
+            ``torch.dtype``, or ``seed`` or ``offset`` no int.
+        ValueError: ``dtype`` is not floating; another ``rounding``; ``seed``, ``offset`` or ``out``
+            do not go with it.
         RuntimeError: a tensor is sparse, quantized or complex; tensors are on different devices;
             ``out`` does not fit, shares memory with ``tensors`` or in itself, or a tensor requires
-            grad while gradients are on.
+            grad while gradients are on, with ``out`` or stochastic rounding.
     """
     plain = _check_tensors("tensors", tensors) and may_skip_autograd()
     _check_dtype(dtype)
     if not dtype.is_floating_point:
         raise ValueError(
             f"argument 'dtype' must be a floating dtype such as torch.bfloat16, got {dtype}"
+        )
+    if rounding != "nearest-even":
+        return _stochastic_cast(tensors, dtype, out, rounding, seed, offset)
+    if seed is not None or offset != 0:
+        raise ValueError(
+            "arguments 'seed' and 'offset' are for rounding='stochastic', got "
+            f"rounding='nearest-even' with seed={seed!r}, offset={offset!r}"
         )
     if out is None:
         if not plain:
@@ -94,6 +159,29 @@ def multi_cast(
     else:
         _multi_cast.autograd_out(_below_autograd_out, tensors, dtype, out=out)
     return list(out)
+
+
+def _stochastic_cast(
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    out: Sequence[Tensor] | None,
+    rounding: object,
+    seed: object,
+    offset: object,
+) -> list[Tensor]:
+    if rounding != "stochastic":
+        raise ValueError(
+            f"argument 'rounding' must be 'nearest-even' or 'stochastic', got {rounding!r}"
+        )
+    if out is not None:
+        raise ValueError("argument 'out' is for rounding='nearest-even'; stochastic takes none")
+    for name, value in (("seed", seed), ("offset", offset)):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(
+                f"argument '{name}' must be an int for rounding='stochastic', got "
+                f"{type(value).__name__}; the same seed and offset give the same bits"
+            )
+    return _ops.stochastic_cast.default(tensors, dtype, seed, offset)
 
 
 def _below_autograd(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

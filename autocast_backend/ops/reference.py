@@ -1,7 +1,8 @@
 """The reference tier: every op in plain PyTorch.
 
 It is what runs where no native library does, and what the native kernels are tested against: same
-schemas, same results, same errors. Kernels follow the comments in ``csrc/ops/<op>.cpp``.
+schemas, same results, same errors. Kernels follow the comments in ``csrc/ops/<op>.cpp``. Ops that
+need it on every tier, for devices without a kernel, have theirs in ``_<op>.py``.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ _SPARSE = (
 )
 
 
-def _fail(op: str, message: str) -> RuntimeError:
+def fail(op: str, message: str) -> RuntimeError:
     return RuntimeError(f"smart_autocast::{op}: {message}")
 
 
-def _check_supported(op: str, argument: str, tensor: Tensor) -> None:
+def check_supported(op: str, argument: str, tensor: Tensor) -> None:
     expected = f"argument '{argument}' must be a dense tensor of real numbers, got"
     if tensor.layout in _SPARSE:
-        raise _fail(op, f"{expected} a sparse tensor; pass tensor.to_dense(), or cast its values")
+        raise fail(op, f"{expected} a sparse tensor; pass tensor.to_dense(), or cast its values")
     if tensor.is_quantized:
-        raise _fail(op, f"{expected} a quantized tensor; call tensor.dequantize() first")
+        raise fail(op, f"{expected} a quantized tensor; call tensor.dequantize() first")
     if tensor.is_complex():
-        raise _fail(op, f"{expected} a complex tensor; cast torch.view_as_real(tensor) instead")
+        raise fail(op, f"{expected} a complex tensor; cast torch.view_as_real(tensor) instead")
 
 
 def _parse_device_type(op: str, name: str | None) -> str | None:
@@ -45,7 +46,7 @@ def _parse_device_type(op: str, name: str | None) -> str | None:
     except RuntimeError:
         device = None
     if device is None or device.index is not None:
-        raise _fail(
+        raise fail(
             op,
             "argument 'device_type' must be a device type without an index, such as 'cpu' or "
             f"'cuda', got '{name}'",
@@ -62,7 +63,7 @@ def _is_eligible(tensor: Tensor, device_type: str | None) -> bool:
 
 
 def _smart_cast(op: str, tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
-    _check_supported(op, "self", tensor)
+    check_supported(op, "self", tensor)
     device_type = _parse_device_type(op, device_type)
     # Tensor.to returns the tensor itself where the dtype is right already.
     return tensor.to(dtype) if _is_eligible(tensor, device_type) else tensor
@@ -80,7 +81,7 @@ def autocast_to_reduced_precision(
     self: Tensor, dtype: torch.dtype, *, device_type: str | None = None
 ) -> Tensor:
     if not _is_autocast_dtype(dtype) or dtype == torch.float32:
-        raise _fail(
+        raise fail(
             "autocast_to_reduced_precision",
             "argument 'dtype' must be a floating dtype narrower than float32, such as "
             f"torch.float16 or torch.bfloat16, got {dtype}",
@@ -95,7 +96,7 @@ def autocast_to_full_precision(self: Tensor, *, device_type: str | None = None) 
 def promote(tensors: list[Tensor], *, device_type: str | None = None) -> list[Tensor]:
     device_type = _parse_device_type("promote", device_type)
     for tensor in tensors:
-        _check_supported("promote", "tensors", tensor)
+        check_supported("promote", "tensors", tensor)
     dtypes = {tensor.dtype for tensor in tensors if _is_eligible(tensor, device_type)}
     if len(dtypes) < 2:
         return list(tensors)
@@ -110,7 +111,7 @@ def full_precision_dtype(
 ) -> torch.dtype | None:
     if dtype is not None:
         return dtype
-    _check_supported("full_precision_dtype", "self", self)
+    check_supported("full_precision_dtype", "self", self)
     device_type = _parse_device_type("full_precision_dtype", device_type)
     return torch.float32 if _is_eligible(self, device_type) else None
 
@@ -125,14 +126,14 @@ def cast_each(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def check_multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
-        raise _fail(
+        raise fail(
             "multi_cast",
             f"argument 'dtype' must be a floating dtype, such as torch.bfloat16, got {dtype}",
         )
     for tensor in tensors:
-        _check_supported("multi_cast", "tensors", tensor)
+        check_supported("multi_cast", "tensors", tensor)
         if tensor.device != tensors[0].device:
-            raise _fail(
+            raise fail(
                 "multi_cast",
                 "argument 'tensors' must hold tensors on one device, got tensors on two; call it "
                 "once for each device",
@@ -143,7 +144,7 @@ def check_multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, out: list[Te
     """All that can be said without looking at memory, as for fake tensors."""
     check_multi_cast(tensors, dtype)
     if len(out) != len(tensors):
-        raise _fail(
+        raise fail(
             "multi_cast",
             f"argument 'out' must hold as many tensors as 'tensors', {len(tensors)}, got "
             f"{len(out)}",
@@ -151,19 +152,19 @@ def check_multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, out: list[Te
     for i, (tensor, result) in enumerate(zip(tensors, out, strict=True)):
         name = f"argument 'out[{i}]' must"
         if result.dtype != dtype:
-            raise _fail(
+            raise fail(
                 "multi_cast", f"{name} have the dtype asked for, {dtype}, got {result.dtype}"
             )
         if result.shape != tensor.shape:
-            raise _fail(
+            raise fail(
                 "multi_cast",
                 f"{name} have the shape of 'tensors[{i}]'; make it with "
                 "torch.empty_like(tensor, dtype=dtype)",
             )
         if result.device != tensor.device:
-            raise _fail("multi_cast", f"{name} be on the device of 'tensors'")
+            raise fail("multi_cast", f"{name} be on the device of 'tensors'")
         if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
-            raise _fail(
+            raise fail(
                 "multi_cast",
                 f"{name} have memory of its own for every element, got an expanded one",
             )
@@ -180,7 +181,7 @@ def _check_no_overlap(tensors: list[Tensor], out: list[Tensor]) -> None:
     read_until = written_until = 0
     for begin, end, written in sorted(ranges):
         if begin < written_until or (written and begin < read_until):
-            raise _fail(
+            raise fail(
                 "multi_cast",
                 "argument 'out' must not overlap with 'tensors' or in itself, first byte to last; "
                 "pass tensors made with torch.empty_like(tensor, dtype=dtype)",
@@ -205,12 +206,12 @@ def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tenso
 
 def check_cast_with_stats(self: Tensor, dtype: torch.dtype) -> None:
     if dtype not in (torch.float16, torch.bfloat16):
-        raise _fail(
+        raise fail(
             "cast_with_stats",
             f"argument 'dtype' must be torch.float16 or torch.bfloat16, got {dtype}",
         )
     if self.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise _fail(
+        raise fail(
             "cast_with_stats",
             f"argument 'self' must be float64, float32, float16 or bfloat16, got {self.dtype}",
         )
@@ -241,7 +242,6 @@ _KERNELS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "cast": (cast, ("CompositeExplicitAutograd",)),
     "cast_each": (cast_each, _COMPOSITE),
     "multi_cast": (multi_cast, ("CompositeExplicitAutograd",)),
-    "cast_with_stats": (cast_with_stats, ()),  # _cast_with_stats.py registers it on every tier
     "multi_cast.out": (multi_cast_out, ("CompositeExplicitAutograd",)),
 }
 
@@ -249,8 +249,9 @@ _KERNELS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 def register() -> torch.library.Library:
     """Defines all ops of ``smart_autocast``; they live as long as the returned library."""
     library = torch.library.Library("smart_autocast", "DEF")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
     for name, (kernel, dispatch_keys) in _KERNELS.items():
-        library.define(name + SCHEMAS[name])
         for key in dispatch_keys:
             library.impl(name, kernel, key)
     return library

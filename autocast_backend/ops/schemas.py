@@ -25,6 +25,8 @@ SCHEMAS: dict[str, str] = {
     "cast_with_stats": "(Tensor self, ScalarType dtype) -> (Tensor, Tensor)",
     "multi_cast": "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
     "multi_cast.out": "(Tensor[] tensors, ScalarType dtype, *, Tensor(a!)[] out) -> ()",
+    "stochastic_cast": "(Tensor[] tensors, ScalarType dtype, int seed, int offset) -> Tensor[]",
+    "unscale_cast": "(Tensor[] grads, Tensor scale, ScalarType dtype) -> (Tensor[], Tensor)",
 }
 
 

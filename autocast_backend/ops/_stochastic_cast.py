@@ -1,0 +1,122 @@
+"""``smart_autocast::stochastic_cast`` for the compiler, autograd and vmap, and without a kernel.
+
+What it computes is the comment at its schema, in ``csrc/ops/stochastic_cast.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.dispatch import any_requires_grad, register_autograd_kernel
+from .reference import check_supported, fail
+from .stochastic import GRIDS, philox, round_to_grid
+
+_OP = "stochastic_cast"
+
+
+def check(tensors: list[Tensor], dtype: torch.dtype, offset: int) -> None:
+    if dtype not in GRIDS:
+        raise fail(
+            _OP,
+            "argument 'dtype' must be torch.bfloat16, torch.float16, torch.float8_e4m3fn or "
+            f"torch.float8_e5m2, got {dtype}",
+        )
+    if offset < 0:
+        raise fail(_OP, f"argument 'offset' must not be negative, got {offset}")
+    for tensor in tensors:
+        check_supported(_OP, "tensors", tensor)
+        if not tensor.is_floating_point():
+            raise fail(_OP, f"argument 'tensors' must hold floating tensors, got {tensor.dtype}")
+        if tensor.device != tensors[0].device:
+            raise fail(
+                _OP,
+                "argument 'tensors' must hold tensors on one device, got tensors on two; call it "
+                "once for each device",
+            )
+
+
+def _counters(tensor: Tensor) -> int:
+    """How many counters a tensor takes: four words each."""
+    return (tensor.numel() + 3) // 4
+
+
+def stochastic_cast(
+    tensors: list[Tensor], dtype: torch.dtype, seed: int, offset: int
+) -> list[Tensor]:
+    check(tensors, dtype, offset)
+    results = []
+    first = offset
+    for tensor in tensors:
+        # Its elements in the order in which they lie in the result.
+        numbers = tensor.to(torch.float32, copy=True)
+        run = numbers.as_strided((numbers.numel(),), (1,))
+        counters = torch.arange(_counters(tensor), device=tensor.device) + first
+        words = philox(counters, seed).flatten()[: numbers.numel()]
+        run.copy_(round_to_grid(run, words, GRIDS[dtype]))
+        results.append(numbers.to(dtype))
+        first = _wrapped(first + _counters(tensor))
+    return results
+
+
+def _wrapped(number: int) -> int:
+    """Modulo 2^64, as an int64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _fake(tensors: list[Tensor], dtype: torch.dtype, seed: int, offset: int) -> list[Tensor]:
+    check(tensors, dtype, offset)
+    return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+
+
+def autograd(
+    below: Callable[..., list[Tensor]],
+    tensors: list[Tensor],
+    dtype: torch.dtype,
+    seed: int,
+    offset: int,
+) -> list[Tensor]:
+    """What autograd calls; `below` is the op without autograd."""
+    if torch.is_grad_enabled() and any_requires_grad(tensors):
+        raise fail(
+            _OP,
+            "it has no gradient, but a tensor requires grad; call it under torch.no_grad(), or "
+            "pass tensor.detach()",
+        )
+    return below(tensors, dtype, seed, offset)
+
+
+def _vmap(
+    info: Any,
+    in_dims: tuple[list[int | None], None, None, None],
+    tensors: list[Tensor],
+    dtype: torch.dtype,
+    seed: int,
+    offset: int,
+) -> tuple[list[Tensor], list[int]]:
+    """One call for each example, all with the same random words."""
+    op = torch.ops.smart_autocast.stochastic_cast.default
+    calls = [
+        op(
+            [
+                tensor if dim is None else tensor.select(dim, i)
+                for tensor, dim in zip(tensors, in_dims[0], strict=True)
+            ],
+            dtype,
+            seed,
+            offset,
+        )
+        for i in range(info.batch_size)
+    ]
+    return [torch.stack(list(results)) for results in zip(*calls, strict=True)], [0] * len(tensors)
+
+
+def register(library: torch.library.Library) -> None:
+    """Registers all of it; the op must be defined already."""
+    library.impl(_OP, stochastic_cast, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"smart_autocast::{_OP}", _fake)
+    register_autograd_kernel(_OP, autograd)
+    torch.library.register_vmap(f"smart_autocast::{_OP}", _vmap)

@@ -1,0 +1,111 @@
+"""``smart_autocast::unscale_cast`` for the compiler, autograd and vmap, and without a kernel.
+
+What it computes is the comment at its schema, in ``csrc/ops/unscale_cast.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.dispatch import any_requires_grad, register_autograd_kernel
+from .reference import check_supported, fail
+
+_OP = "unscale_cast"
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+Unscaled = tuple[list[Tensor], Tensor]
+
+
+def check(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise fail(
+            _OP,
+            "argument 'dtype' must be torch.float32, torch.float64, torch.float16 or "
+            f"torch.bfloat16, got {dtype}",
+        )
+    if scale.dtype != torch.float32 or scale.numel() != 1:
+        raise fail(
+            _OP,
+            "argument 'scale' must be a float32 tensor of one element, such as "
+            "torch.tensor(65536.0, device=grads[0].device)",
+        )
+    for grad in grads:
+        check_supported(_OP, "grads", grad)
+        if not grad.is_floating_point():
+            raise fail(_OP, f"argument 'grads' must hold floating tensors, got {grad.dtype}")
+        if grad.device != scale.device:
+            raise fail(
+                _OP,
+                "argument 'grads' must hold tensors on the device of 'scale'; call it once for "
+                "each device, with scale.to(device)",
+            )
+
+
+def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
+    check(grads, scale, dtype)
+    inverse = scale.double().reciprocal().float().reshape(())
+    found = scale.new_zeros(1)
+    results = []
+    for grad in grads:
+        narrow = grad.to(dtype, copy=True)
+        found = torch.maximum(found, narrow.isfinite().all().logical_not().float())
+        wide = narrow if dtype == torch.float64 else narrow.float()
+        results.append(wide.mul(inverse).to(dtype))
+    return results, found
+
+
+def _fake(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
+    check(grads, scale, dtype)
+    return [torch.empty_like(grad, dtype=dtype) for grad in grads], scale.new_empty(1)
+
+
+def autograd(
+    below: Callable[..., Unscaled], grads: list[Tensor], scale: Tensor, dtype: torch.dtype
+) -> Unscaled:
+    """What autograd calls; `below` is the op without autograd."""
+    if torch.is_grad_enabled() and any_requires_grad(grads, scale):
+        raise fail(
+            _OP,
+            "it has no gradient, but a tensor requires grad; call it under torch.no_grad(), or "
+            "pass tensor.detach()",
+        )
+    return below(grads, scale, dtype)
+
+
+def _vmap(
+    info: Any,
+    in_dims: tuple[list[int | None], int | None, None],
+    grads: list[Tensor],
+    scale: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Unscaled, tuple[list[int], int]]:
+    """One call for each example: each has its own `found_inf`."""
+
+    def one(tensor: Tensor, dim: int | None, index: int) -> Tensor:
+        return tensor if dim is None else tensor.select(dim, index)
+
+    op = torch.ops.smart_autocast.unscale_cast.default
+    calls = [
+        op(
+            [one(grad, dim, i) for grad, dim in zip(grads, in_dims[0], strict=True)],
+            one(scale, in_dims[1], i),
+            dtype,
+        )
+        for i in range(info.batch_size)
+    ]
+    results = [
+        torch.stack(list(of_one)) for of_one in zip(*(call[0] for call in calls), strict=True)
+    ]
+    return (results, torch.stack([call[1] for call in calls])), ([0] * len(results), 0)
+
+
+def register(library: torch.library.Library) -> None:
+    """Registers all of it; the op must be defined already."""
+    library.impl(_OP, unscale_cast, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"smart_autocast::{_OP}", _fake)
+    register_autograd_kernel(_OP, autograd)
+    torch.library.register_vmap(f"smart_autocast::{_OP}", _vmap)
