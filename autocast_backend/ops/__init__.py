@@ -13,7 +13,6 @@ from . import (
     _multi_cast,
     _stochastic_cast,
     _unscale_cast,
-    cast,
     reference,
     schemas,
 )
@@ -26,7 +25,6 @@ if KERNEL_TIER.name == "native":
     _library = torch.library.Library("smart_autocast", "FRAGMENT")
 else:
     _library = reference.register()
-cast.register()
 _cast_with_stats.register(_library)
 _multi_cast.register()
 _stochastic_cast.register(_library)

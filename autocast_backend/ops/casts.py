@@ -13,6 +13,7 @@ from . import _multi_cast
 
 _ops = torch.ops.smart_autocast
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_ARITHMETIC = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class CastStats(NamedTuple):
@@ -151,6 +152,8 @@ def multi_cast(
             f"rounding='nearest-even' with seed={seed!r}, offset={offset!r}"
         )
     if out is None:
+        if plain and len(tensors) == 1 and _is_ordinary(tensors[0]) and dtype in _ARITHMETIC:
+            return [tensors[0].to(dtype, copy=True)]  # nothing to share the cost of a call with
         if not plain:
             return _ops.multi_cast.default(tensors, dtype)
         return _multi_cast.autograd(_below_autograd, tensors, dtype)
@@ -182,6 +185,12 @@ def _stochastic_cast(
                 f"{type(value).__name__}; the same seed and offset give the same bits"
             )
     return _ops.stochastic_cast.default(tensors, dtype, seed, offset)
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """The dtypes of `_ARITHMETIC`, laid out by strides."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and tensor.dtype in _ARITHMETIC
 
 
 def _below_autograd(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

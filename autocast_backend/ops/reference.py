@@ -239,7 +239,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "autocast_to_full_precision": (autocast_to_full_precision, _COMPOSITE),
     "promote": (promote, _COMPOSITE),
     "full_precision_dtype": (full_precision_dtype, _COMPOSITE),
-    "cast": (cast, ("CompositeExplicitAutograd",)),
+    "cast": (cast, _COMPOSITE),
     "cast_each": (cast_each, _COMPOSITE),
     "multi_cast": (multi_cast, ("CompositeExplicitAutograd",)),
     "multi_cast.out": (multi_cast_out, ("CompositeExplicitAutograd",)),

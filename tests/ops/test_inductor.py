@@ -12,6 +12,7 @@ from autocast_backend import autocast_to_bf16, multi_cast, promote
 from tests.ops.smart_cast_suite import assert_same, sample
 
 pytestmark = pytest.mark.slow
+cast = torch.ops.smart_autocast.cast.default
 
 
 def generated(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, str]:
@@ -38,6 +39,19 @@ def test_smart_casts_fuse_into_their_neighbours() -> None:
     result, code = generated(function, x, y)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, function(x, y))
+    assert len(kernels(code)) == 1
+    assert "torch.ops.smart_autocast" not in code
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_cast_fuses_into_its_neighbours(mode: Callable[[], Any]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return cast(x * 2, torch.bfloat16).sin()
+
+    with mode():
+        x = sample(torch.float32, 40, 50).requires_grad_(mode is torch.enable_grad)
+        result, code = generated(function, x)
+        assert_same(result.detach(), function(x).detach())
     assert len(kernels(code)) == 1
     assert "torch.ops.smart_autocast" not in code
 

@@ -232,6 +232,8 @@ def test_errors_of_tensors_and_dtype() -> None:
         op([tensor], torch.int32)
     with pytest.raises(RuntimeError, match=r"'tensors' must be a dense tensor .* got a sparse"):
         multi_cast([tensor, tensor.to_sparse()], bf16)
+    with pytest.raises(RuntimeError, match="got a sparse"):
+        multi_cast([tensor.to_sparse()], bf16)
     with pytest.raises(RuntimeError, match=r"'tensors' must be a dense tensor .* got a complex"):
         multi_cast([tensor.to(torch.complex64)], bf16)
 
