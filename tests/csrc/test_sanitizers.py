@@ -14,7 +14,13 @@ SANITIZE = (
     "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
 )
 # AddressSanitizer knows of torch's memory only if it was loaded before torch.
-TESTS = ["test_multi_cast.py", "test_multi_cast_values.py", "test_cast_with_stats.py"]
+TESTS = [
+    "test_multi_cast.py",
+    "test_multi_cast_values.py",
+    "test_cast_with_stats.py",
+    "test_unscale_cast.py",
+    "test_stochastic_cast.py",
+]
 # Processes of their own, what compiles, and what is only more of the same values.
 NOT = "not thread and not fork and not compile and not opcheck and not narrower and not every_value"
 

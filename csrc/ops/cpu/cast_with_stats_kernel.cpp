@@ -3,7 +3,7 @@
 
 #include "../tensor_list.h"
 #include "convert.h"
-#include "count.h"
+#include "loops.h"
 #include "last_level_cache.h"
 
 #include <torch/csrc/stable/library.h>
@@ -27,13 +27,13 @@ using torch::stable::Tensor;
 
 constexpr int64_t kBlock = 2048;   // elements cast at a time: 4 KiB of them, and 8 KiB of float32
 constexpr int64_t kPiece = 65536;  // elements that a thread takes at a time
-static_assert(kBlock <= kMostCounted);
+static_assert(kBlock <= kMostLooped);
 
 struct Cast {
   ConvertFunction to_float;  // null: it is float32 already, or float64
   ConvertFunction convert;
   ConvertFunction copy;
-  CountFunction count;
+  const Loops& loops;
   uint16_t infinity;
   bool is_double;
   int64_t from_size;
@@ -68,10 +68,11 @@ void cast_piece(const Cast& cast, Stats& stats, double& amax, char* to, const ch
       count_double(stats, amax, reinterpret_cast<const double*>(block), results, now,
                    cast.infinity);
     } else if (cast.to_float == nullptr) {
-      cast.count(stats, reinterpret_cast<const uint32_t*>(block), results, now, cast.infinity);
+      cast.loops.count(stats, reinterpret_cast<const uint32_t*>(block), results, now,
+                       cast.infinity);
     } else {
       cast.to_float(floats, block, now, /*stream=*/false);
-      cast.count(stats, floats, results, now, cast.infinity);
+      cast.loops.count(stats, floats, results, now, cast.infinity);
     }
     cast.copy(to + done * 2, results, now, stream);
   }
@@ -110,7 +111,7 @@ std::tuple<Tensor, Tensor> cast_with_stats(const Tensor& self, ScalarType dtype)
                       : find_convert(ScalarType::Float, from),
       .convert = find_convert(dtype, from),
       .copy = find_convert(dtype, dtype),
-      .count = find_count(),
+      .loops = find_loops(),
       .infinity = static_cast<uint16_t>(dtype == ScalarType::Half ? 0x7c00 : 0x7f80),
       .is_double = from == ScalarType::Double,
       .from_size = static_cast<int64_t>(self.element_size()),

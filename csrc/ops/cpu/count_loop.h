@@ -1,9 +1,9 @@
-// The loop of count.h, in whole numbers alone: compilers turn it into vector instructions of the
+// cast_with_stats's loop, in whole numbers alone: compilers turn it into vector instructions of the
 // instruction set that the file which includes this is compiled for.
 
 #pragma once
 
-#include "count.h"
+#include "loops.h"
 
 namespace {
 

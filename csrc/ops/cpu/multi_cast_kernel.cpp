@@ -6,71 +6,26 @@
 
 #include "../multi_cast.h"
 #include "convert.h"
-#include "last_level_cache.h"
+#include "runs.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
 namespace smart_autocast {
 namespace {
 
-// Tensors are cut at multiples of this many elements, whole lines of the cache.
-constexpr int64_t kBlock = 64;
-// Blocks that a thread takes at a time, 65536 elements; with fewer than two such pieces to do, it
-// is not worth waking.
-constexpr int64_t kPiece = 1024;
-
-struct Run {
+struct CastRun : Run {
   ConvertFunction convert;
-  void* to;
-  const void* from;
-  int64_t count;
-  int64_t to_size, from_size;  // of an element
-  int64_t first_block = 0;     // in the range of all runs
 };
 
-void run_all(std::vector<Run>& runs) {
-  int64_t blocks = 0, bytes = 0;
-  for (Run& run : runs) {
-    run.first_block = blocks;
-    blocks += (run.count + kBlock - 1) / kBlock;
-    bytes += run.count * (run.to_size + run.from_size);
-  }
-  // What does not fit in the caches need not push out what is in them. Far below, a plain store is
-  // up to twice as fast.
-  const bool stream = bytes > last_level_cache_bytes() / 2;
-  const int64_t pieces = (blocks + kPiece - 1) / kPiece;
-  const int64_t workers = std::min<int64_t>(pieces / 2, torch::stable::get_num_threads());
-  // A thread that touches new memory for the first time is many times slower there, and others may
-  // be using its core: each takes the next piece when it is done with one.
-  std::atomic<int64_t> next_piece = 0;
-  const auto work = [&](int64_t, int64_t) {
-    auto run = runs.cbegin();
-    for (int64_t piece; (piece = next_piece.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
-      const int64_t begin = piece * kPiece, end = std::min(begin + kPiece, blocks);
-      run = std::upper_bound(run, runs.cend(), begin,
-                             [](int64_t block, const Run& r) { return block < r.first_block; }) -
-            1;
-      for (auto part = run; part != runs.cend() && part->first_block < end; ++part) {
-        const int64_t from = std::max<int64_t>(begin - part->first_block, 0) * kBlock;
-        const int64_t to = std::min((end - part->first_block) * kBlock, part->count);
-        part->convert(static_cast<char*>(part->to) + from * part->to_size,
-                      static_cast<const char*>(part->from) + from * part->from_size, to - from,
-                      stream);
-      }
-    }
-  };
-  if (workers > 1) {
-    torch::stable::parallel_for(0, workers, 1, work);
-  } else {
-    work(0, 1);
-  }
+void run_all(std::vector<CastRun>& runs) {
+  share_out(runs, [](const CastRun& run, const Stretch& part) {
+    run.convert(part.to, part.from, part.count, part.stream);
+  });
 }
 
 // The conversion for each tensor in turn; many have the dtype of the one before.
@@ -100,7 +55,7 @@ void multi_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const auto to_size = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
   FindConvert find(dtype);
   TensorList results(tensors.size());
-  std::vector<Run> runs;
+  std::vector<CastRun> runs;
   runs.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int32_t from = dtype_of(tensors[i]);
@@ -115,8 +70,9 @@ void multi_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
                                                     code, cpu, /*device_index=*/0, &result));
     results[i].reset(result);
     if (geometry.numel > 0) {
-      runs.push_back({convert, data_of(results[i]), data_of(tensors[i]), geometry.numel, to_size,
-                      static_cast<int64_t>(aoti_torch_dtype_element_size(from))});
+      runs.push_back({{data_of(results[i]), data_of(tensors[i]), geometry.numel, to_size,
+                       static_cast<int64_t>(aoti_torch_dtype_element_size(from))},
+                      convert});
     }
   }
   run_all(runs);
@@ -130,7 +86,7 @@ void multi_cast_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
   check_multi_cast_out(tensors, dtype, out);
   const auto to_size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_code(dtype)));
   FindConvert find(dtype);
-  std::vector<Run> runs;
+  std::vector<CastRun> runs;
   runs.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int32_t from = dtype_of(tensors[i]);
@@ -140,8 +96,9 @@ void multi_cast_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
         !same_strides(geometry, Geometry(out[i]))) {
       copy_by_aten(out[i], tensors[i]);
     } else if (geometry.numel > 0) {
-      runs.push_back({convert, data_of(out[i]), data_of(tensors[i]), geometry.numel, to_size,
-                      static_cast<int64_t>(aoti_torch_dtype_element_size(from))});
+      runs.push_back({{data_of(out[i]), data_of(tensors[i]), geometry.numel, to_size,
+                       static_cast<int64_t>(aoti_torch_dtype_element_size(from))},
+                      convert});
     }
   }
   run_all(runs);

@@ -1,0 +1,41 @@
+// What CPU kernels do to a run of elements between loads and stores, on one thread: loops that the
+// compiler turns into the vector instructions of a set, and the choice among the sets.
+
+#pragma once
+
+#include "../grid.h"
+
+#include <cstdint>
+
+namespace smart_autocast {
+
+struct Stats {
+  uint32_t amax_bits = 0;  // of a float32
+  int64_t overflows = 0;
+  int64_t underflows = 0;
+  int64_t nans = 0;
+};
+
+// What a call of any of them takes at most: counts are of 32 bits while they are in registers.
+constexpr int64_t kMostLooped = 1 << 20;
+
+struct Loops {
+  // Counts what a cast did. `from`: float32 numbers, by their bits. `to`: what became of them, as
+  // numbers of 16 bits, of which `infinity` is the positive infinity.
+  void (*count)(Stats& stats, const uint32_t* from, const uint16_t* to, int64_t count,
+                uint16_t infinity);
+  // to[i] = from[i] * factor. Whether a from[i] is infinite or NaN. No overlap.
+  bool (*scale)(float* to, const float* from, int64_t count, float factor);
+  bool (*scale_double)(double* to, const double* from, int64_t count, double factor);
+  // float32 numbers, by their bits, to neighbours on the grid, by the random words of the counters
+  // from `counter` on (stochastic_cast.cpp), four for each.
+  void (*round)(uint32_t* bits, int64_t count, Grid grid, uint64_t seed, uint64_t counter);
+};
+
+// The fastest for this CPU.
+const Loops& find_loops();
+
+// The same of one instruction set, for find_loops alone.
+extern const Loops kLoopsDefault, kLoopsAvx2, kLoopsAvx512;
+
+}  // namespace smart_autocast

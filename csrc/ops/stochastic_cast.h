@@ -1,0 +1,53 @@
+// What every kernel of stochastic_cast checks before it begins, and the numbers it rounds to.
+
+#pragma once
+
+#include "grid.h"
+#include "smart_cast.h"
+#include "tensor_list.h"
+
+#include <string>
+
+namespace smart_autocast {
+
+inline void check_stochastic_cast(const TensorList& tensors, ScalarType dtype, int64_t offset) {
+  if (dtype != ScalarType::BFloat16 && dtype != ScalarType::Half &&
+      dtype != ScalarType::Float8_e4m3fn && dtype != ScalarType::Float8_e5m2) {
+    fail("stochastic_cast",
+         std::string("argument 'dtype' must be torch.bfloat16, torch.float16, torch.float8_e4m3fn "
+                     "or torch.float8_e5m2, got ") +
+             torch::headeronly::toString(dtype));
+  }
+  if (offset < 0) {
+    fail("stochastic_cast",
+         "argument 'offset' must not be negative, got " + std::to_string(offset));
+  }
+  for (const OwnedTensor& one : tensors) {
+    const Tensor tensor = stable_tensor(one);
+    check_supported("stochastic_cast", "tensors", tensor);
+    if (tensor.scalar_type() != ScalarType::Double && !is_autocast_dtype(tensor.scalar_type())) {
+      fail("stochastic_cast", std::string("argument 'tensors' must hold floating tensors, got ") +
+                                  torch::headeronly::toString(tensor.scalar_type()));
+    }
+    if (!(DeviceOf(one) == DeviceOf(tensors[0]))) {
+      fail("stochastic_cast",
+           "argument 'tensors' must hold tensors on one device, got tensors on two; call it once "
+           "for each device");
+    }
+  }
+}
+
+inline Grid find_grid(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return {.fraction = 7, .bottom = 0};
+    case ScalarType::Half:
+      return {.fraction = 10, .bottom = 113};
+    case ScalarType::Float8_e4m3fn:
+      return {.fraction = 3, .bottom = 121};
+    default:  // Float8_e5m2
+      return {.fraction = 2, .bottom = 113};
+  }
+}
+
+}  // namespace smart_autocast
