@@ -1,4 +1,4 @@
-"""Kernels whose results have no bits of ATen's to be compared with give the same ones everywhere."""
+"""Kernels whose bits are not ATen's give the same ones with every instruction set."""
 
 import hashlib
 import os

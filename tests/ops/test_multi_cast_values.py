@@ -50,6 +50,12 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([any_bits.to(integer).view(dtype), narrow, halfway, below, above, special])
 
 
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers from an address that is no multiple of their size."""
+    data = bytearray(1) + bytearray(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    return torch.frombuffer(data, dtype=tensor.dtype, offset=1).view(tensor.shape)
+
+
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
 def test_every_value_as_to_rounds_it(source: torch.dtype, target: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocast_backend import multi_cast
 from tests.ops.smart_cast_suite import assert_same, sample
-from tests.ops.test_multi_cast_values import FORMATS, assert_same_numbers, patterns
+from tests.ops.test_multi_cast_values import FORMATS, assert_same_numbers, misaligned, patterns
 
 op = torch.ops.smart_autocast.stochastic_cast.default
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -117,6 +117,7 @@ def mixture() -> list[torch.Tensor]:
         sample(f32, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         sample(torch.complex64, 4).conj().imag,
         sample(f32, 40)[3:],
+        misaligned(sample(f32, 50)),
     ]
 
 

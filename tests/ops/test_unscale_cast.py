@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocast_backend import UnscaledGrads, unscale_cast
 from tests.ops.smart_cast_suite import FLOATS_WITH_GRAD, assert_same, sample
-from tests.ops.test_multi_cast_values import assert_same_numbers, patterns
+from tests.ops.test_multi_cast_values import assert_same_numbers, misaligned, patterns
 
 op = torch.ops.smart_autocast.unscale_cast.default
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -54,6 +54,8 @@ def mixture() -> list[torch.Tensor]:
         sample(bf16, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         sample(torch.complex64, 4).conj().imag,
         sample(f16, 40)[3:],
+        misaligned(sample(f32, 50)),
+        misaligned(sample(f64, 9)),
     ]
 
 
