@@ -17,8 +17,16 @@ from .policies import Policy
 from .recipes import Recipe, tensor_arguments
 from .report import Report
 from .state import AutocastState
-from .validation import Failed, Observation, difference, is_weight, observe, observed
-from .verdicts import Verdict, Verdicts, key_of
+from .validation import (
+    Failed,
+    Observation,
+    casts_again,
+    difference,
+    is_weight,
+    observe,
+    observed,
+)
+from .verdicts import Verdict, Verdicts, comes_with_torch, key_of
 
 
 def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Report) -> None:
@@ -60,6 +68,10 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     if fake_mode is None:
         return Verdict("its example value is not a fake tensor")
     state = c.placement.state
+    if strict and not comes_with_torch(c.node.target) and _weights(c):
+        # A user's rule may cast without eager's weight cache.
+        again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad)
+        state = replace(state, cache_enabled=state.cache_enabled and not again)
 
     def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:
         return observe(
@@ -76,7 +88,7 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     if isinstance(eager, Failed):
         return Verdict(difference(eager, ours, level="ops"))
     reason = reason or difference(eager, ours, level="ops")
-    casts, shared = _casts_seen(c, eager)
+    casts, shared = _casts_seen(c, eager, state)
     if reason is None:
         return Verdict(None, shared)
     # A composite, maybe: does it help to cast what eager was seen to cast, before the call?
@@ -110,8 +122,13 @@ def treats(c: Candidate, fake_mode: Any, validate: str, known: dict[str, bool]) 
     return known[key]
 
 
+def _weights(c: Candidate) -> list[fx.Node]:
+    """The arguments whose cast eager autocast would cache."""
+    return [n for n in tensor_arguments(c.node) if _is_cached(n, c.placement.state)]
+
+
 def _casts_seen(
-    c: Candidate, eager: Observation
+    c: Candidate, eager: Observation, state: AutocastState
 ) -> tuple[list[tuple[int, Policy]], tuple[int, ...]]:
     """The arguments that eager autocast cast as they were given, and how; and the numbers of those
     whose cast it would keep in its weight cache."""
@@ -122,7 +139,7 @@ def _casts_seen(
             continue
         full = dtype is torch.float32
         casts.append((i, Policy.FP32 if full else Policy.LOWER_PRECISION_FP))
-        if not full and _is_cached(n, c.placement.state):
+        if not full and _is_cached(n, state):
             shared.append(i)
     return casts, tuple(shared)
 

@@ -209,3 +209,18 @@ def put_right_after_errors() -> Iterator[None]:
     except BaseException:
         put_right(before, entered)
         raise
+
+
+@contextlib.contextmanager
+def weight_cache_on() -> Iterator[None]:
+    """Let calls find the casts of weights that calls before them made, as inside one context. (What
+    they leave in the cache is freed when the outermost context exits.)"""
+    before = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch.autocast import disable_autocast
 from ._torch.fake_tensors import failures_unlogged, observing
-from .state import AutocastState
+from .state import AutocastState, weight_cache_on
 
 # What a cast becomes below autograd. Casts are counted; where they stand is seen through the dtypes
 # of the other ops. Two casts of one tensor are not one: their gradients add up in another dtype.
@@ -136,6 +136,21 @@ def observe(
             return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
     events, casts = tuple(recorder.events), len(recorder.casts)
     return Observation(dtypes_of(value), _shapes(value), events, casts, recorder.cast_to)
+
+
+def casts_again(call: Callable[[], Any], state: AutocastState, fake_mode: Any, grad: bool) -> bool:
+    """Whether a second call casts a weight again that the first one cast, with eager's weight cache
+    on: so do rules of `torch.library.register_autocast`, and a `Tensor.to` inside the call."""
+    recorder = _Recorder(weight_cache=True)
+
+    def twice() -> None:
+        with weight_cache_on():
+            call()
+            with recorder:
+                call()
+
+    observe(twice, state, fake_mode, grad)
+    return any(len(key) == 1 for key in recorder.casts)
 
 
 def observed(value: Any) -> Observation:

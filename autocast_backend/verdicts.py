@@ -156,8 +156,15 @@ def _version() -> str:
 def _is_stable(key: str) -> bool:
     """Whether a key means the same in another process: no address in it, and only code that comes
     with torch, which the version names. Other code may change between processes."""
-    target = key.partition(" ")[0]
-    return " at 0x" not in key and target.startswith(("torch.", "aten.", "method:", "_operator."))
+    return " at 0x" not in key and key.partition(" ")[0].startswith(_WITH_TORCH)
+
+
+def comes_with_torch(target: Any) -> bool:
+    """Whether a call is of PyTorch's own code, not of a custom op or a user's function."""
+    return _target(target).startswith(_WITH_TORCH)
+
+
+_WITH_TORCH = ("torch.", "aten.", "method:", "_operator.")
 
 
 @dataclass(frozen=True)

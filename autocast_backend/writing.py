@@ -137,20 +137,23 @@ class Writer:
 
         def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
             if not isinstance(args[0], fx.Node) or args[0] not in shared:
-                return self._add(c, target, args, kwargs)
+                return self._add(c, target, args, kwargs, c.in_transform)
             weight = self._first[id(args[0].meta["example_value"])]
             key = (weight, target, args[1:], c.placement.scope, c.grad)
             if key not in self.weight_casts:
-                cast = self._add(c, target, (weight, *args[1:]), kwargs)
+                with self.graph.inserting_before(c.shared_before or c.node):
+                    inside = c.in_transform and c.shared_before is None
+                    cast = self._add(c, target, (weight, *args[1:]), kwargs, inside)
                 self.weight_casts[key] = cast
                 cast.meta[CACHED] = True
             return self.weight_casts[key]
 
         return call
 
-    def _add(self, c: Candidate, target: Any, args: Any, kwargs: Any) -> fx.Node:
+    def _add(self, c: Candidate, target: Any, args: Any, kwargs: Any, inside: bool) -> fx.Node:
+        """Add a call; inside a transform there is no example value to give it."""
         node = self.graph.call_function(target, args, kwargs)
-        if self.fake_mode is not None and not c.in_transform:
+        if self.fake_mode is not None and not inside:
             values = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example_value"))
             with observing(self.fake_mode), torch.set_grad_enabled(c.grad), disable_autocast():
                 node.meta["example_value"] = target(*values[0], **values[1])

@@ -161,6 +161,43 @@ def test_the_weight_of_a_bracket_is_a_weight_outside() -> None:
     assert_same_bits(actual, expected)
 
 
+def after_a_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w + branches(x, w)
+
+
+def after_branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return branches(x, w) + branches((x * 2).float(), w)
+
+
+@pytest.mark.parametrize("function", [after_a_product, after_branches])
+def test_branches_and_their_weight(function: Function) -> None:
+    """Eager computes the branches' gradients by themselves, without its cache."""
+    case = Case(function)
+    expected = results(function, case, "region", backend="eager")
+    options = {"inner": "aot_eager"}
+    actual = results(function, case, "region", backend="smart_autocast", options=options)
+    assert_same_bits(actual, expected)
+
+
+def test_a_gradient_that_eager_loses() -> None:
+    """Eager runs a branch below autograd and caches a cast there that has no history: what comes
+    after it has no gradient. Compiled it has the gradient that eager gives without its cache."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return branches(x.sin(), w) + x.cos() @ w
+
+    def without_cache(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16, cache_enabled=False):
+            return function(x, w)
+
+    case = Case(function)
+    lost = results(function, case, "region", backend="eager")
+    options = {"inner": "aot_eager"}
+    actual = results(function, case, "region", backend="smart_autocast", options=options)
+    assert not torch.allclose(lost[-1], actual[-1], rtol=0.1)
+    assert_same_bits(actual, results(without_cache, case, "off", backend="eager"))
+
+
 def test_a_nested_region_that_is_called_in_two_states() -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from autocast_backend import AutocastState, lower_autocast
 from tests.support import BF16, assert_same_bits, capture, lower_with_report, targets, tensors
@@ -64,22 +63,27 @@ def test_a_span_is_lowered(function: Function, casts: int) -> None:
     assert_same_bits(results(graph), results(region))
 
 
-def test_a_span_that_casts_a_weight_stays_under_autocast() -> None:
-    weight = nn.Parameter(torch.randn(8, 8))
-    graph = capture(under(torch.func.vmap(lambda v: v @ weight)), torch.randn(3, 8, 8))
+def test_a_gradient_inside_that_casts_its_leaf_twice_stays_under_autocast() -> None:
+    """As one bracket around the whole span."""
+    loss = torch.func.grad(lambda v: (v @ v).sin().sum())
+    graph = capture(under(loss), torch.randn(8, 8))
     report = lower_with_report(graph, AutocastState.off())
-    assert "eager's cache shares its cast" in report.bracketed[0].reason
+    assert report.bracketed
+    assert all("of a leaf of the transform" in b.reason for b in report.bracketed)
     names = targets(graph)
     assert names.count("_enter_autocast") == 1
-    assert names.index("_exit_autocast") == len(names) - 1
+    assert names.index("_enter_autocast") < names.index("_grad_increment_nesting")
+    assert names.index("_exit_autocast") > names.index("_grad_decrement_nesting")
 
 
-def test_a_gradient_inside_stays_under_autocast() -> None:
-    """Its backward runs where it stands, under autocast too."""
-    loss = torch.func.grad(lambda v: (v @ v).sin().sum())
-    report = lower_with_report(capture(under(loss), torch.randn(8, 8)), AutocastState.off())
-    assert report.bracketed
-    assert all("torch.func transform" in b.reason for b in report.bracketed)
+def test_a_gradient_inside_is_lowered() -> None:
+    """With its backward, which runs where it stands, under autocast too."""
+    region = under(torch.func.grad(lambda v: (v @ v.cos()).sin().sum()))
+    x = torch.randn(8, 8)
+    graph = capture(region, x)
+    report = lower_with_report(graph, AutocastState.off())
+    assert (report.bracketed, report.lowered, report.casts) == ([], 1, 2)
+    assert_same_bits(tensors(graph(x)), tensors(region(x)))
 
 
 def test_without_validation_nothing_is_claimed() -> None:

@@ -40,6 +40,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_of_transform(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a `torch.func` transform's wrapper, which has no storage."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_captured(tensor: torch.Tensor) -> bool:
     """Whether what is done to a tensor now is captured in a CUDA graph, not computed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

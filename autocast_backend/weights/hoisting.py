@@ -35,6 +35,7 @@ from .._torch.dynamo import (
 )
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.fsdp import is_managed_by_fsdp
+from .._torch.tensors import is_of_transform
 from ..graphs import copy_graph
 from ..report import WeightCast
 from ..validation import is_weight
@@ -177,7 +178,8 @@ def _is_lowering_cast(node: fx.Node) -> bool:
     if node.target not in _LOWERING_CASTS:
         return False
     argument = node.args[0].meta.get("example_value")  # type: ignore[union-attr]
-    return argument is not None and node.meta["example_value"].dtype is not argument.dtype
+    result = node.meta.get("example_value")  # None inside a torch.func transform
+    return argument is not None and result is not None and result.dtype is not argument.dtype
 
 
 def _is_weight(node: fx.Node, value: Any) -> bool:
@@ -220,11 +222,13 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
 
 def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
     """Whether a call may read a weight several times, or gives it to other readers."""
+    if is_higher_order_op(reader.target) or "example_value" not in reader.meta:
+        return True  # without: a cast inside a torch.func transform
     storage = weight.untyped_storage()._cdata
-    leaves = pytree.tree_leaves(reader.meta.get("example_value"))
-    return is_higher_order_op(reader.target) or any(
-        isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata == storage
-        for leaf in leaves
+    return any(
+        isinstance(leaf, torch.Tensor)
+        and (is_of_transform(leaf) or leaf.untyped_storage()._cdata == storage)
+        for leaf in pytree.tree_leaves(reader.meta["example_value"])
     )
 
 

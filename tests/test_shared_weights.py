@@ -1,0 +1,193 @@
+"""A weight that several calls read: eager autocast casts it once, and the gradients of all of them
+add up in the lower precision. So do ours, in brackets and transforms too; and not where eager's
+cache has no part in it. Bits of outputs and gradients tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.func import grad, vmap
+
+from autocast_backend import lower_autocast
+from tests.support import BF16, assert_same_bits, capture, targets, tensors
+
+Function = Callable[..., Any]
+AOT_EAGER = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+
+
+@torch._dynamo.allow_in_graph
+def hidden(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """One node for Dynamo. Autocast acts on a value made inside, so it stays in a bracket."""
+    return F.mse_loss(x @ w, x)
+
+
+def results(function: Function, cache_enabled: bool = True, **arguments: Any) -> list[Any]:
+    """Outputs and the gradient of the weight, in a region."""
+
+    def region(x: torch.Tensor, w: torch.Tensor) -> Any:
+        with torch.autocast(**BF16, cache_enabled=cache_enabled):
+            return function(x, w)
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(8, 8, generator=generator) for _ in range(2))
+    outputs = tensors(torch.compile(region, fullgraph=True, **arguments)(x, w.requires_grad_()))
+    torch.stack([t.float().square().mean() for t in outputs]).sum().backward()
+    return [*outputs, w.grad]
+
+
+def check(function: Function, bracketed: int, cached: bool = True) -> None:
+    """Equal to eager, with and without its cache, which gives other gradients where the cache has a
+    part in it."""
+    expected = {cache: results(function, cache, backend="eager") for cache in (True, False)}
+    differ = not torch.equal(expected[True][-1], expected[False][-1])
+    assert differ == cached, "a case that shows nothing"
+    for cache_enabled in (True, False):
+        counters.clear()
+        actual = results(function, cache_enabled, **AOT_EAGER)
+        assert counters["smart_autocast"]["bracketed"] == bracketed
+        assert_same_bits(actual, expected[cache_enabled], f"cache_enabled={cache_enabled}")
+
+
+def two_brackets(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return hidden(x, w) + hidden(x * 2, w).sin()
+
+
+def a_bracket_and_a_lowered_call(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return hidden(x, w), x.sin() @ w
+
+
+def a_lowered_call_and_a_bracket(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.sin() @ w, hidden(x, w)
+
+
+def brackets_of_nested_regions(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = hidden(x, w)
+    with torch.autocast("cpu", enabled=False):
+        b = x.cos()
+        with torch.autocast(**BF16):
+            c = hidden(b, w)
+    with torch.autocast(**BF16):
+        return a, c, hidden(x * 2, w)
+
+
+def regions_of_several_device_types(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.autocast("xpu", dtype=torch.bfloat16):
+        a = hidden(x, w)
+        with torch.autocast("xpu", dtype=torch.float16):
+            b = hidden(x * 2, w)
+    return a, b, x.sin() @ w
+
+
+@pytest.mark.parametrize(
+    ("function", "bracketed"),
+    [
+        (two_brackets, 2),
+        (a_bracket_and_a_lowered_call, 1),
+        (a_lowered_call_and_a_bracket, 1),
+        (brackets_of_nested_regions, 3),
+        (regions_of_several_device_types, 2),
+    ],
+)
+def test_brackets(function: Function, bracketed: int) -> None:
+    check(function, bracketed)
+
+
+def two_spans(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return vmap(lambda v: v @ w)(x) + vmap(lambda v: (v @ w).sin())(x * 2)
+
+
+def a_span_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return vmap(lambda v: (v @ w).sin())(x) + x.sin() @ w
+
+
+def a_bracketed_span_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return vmap(lambda v: F.mse_loss(F.pad((v @ w)[None], (1, 1), "reflect")[0, 1:-1], v))(x) * (
+        x.sin() @ w
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "bracketed"),
+    [(two_spans, 0), (a_span_and_a_call, 0), (a_bracketed_span_and_a_call, 9)],
+)
+def test_spans_of_vmap(function: Function, bracketed: int) -> None:
+    check(function, bracketed)
+
+
+@pytest.mark.parametrize("function", [two_spans, a_span_and_a_call])
+def test_the_cast_of_a_span_stands_before_it(function: Function) -> None:
+    def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return function(x, w)
+
+    graph = capture(region, torch.randn(8, 8), torch.randn(8, 8).requires_grad_())
+    calls = targets(lower_autocast(graph))
+    assert calls.index("autocast_to_bf16.default") < calls.index("_vmap_increment_nesting")
+    assert calls.count("autocast_to_bf16.default") == 3  # of the weight, and of x in both calls
+
+
+def a_gradient_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return grad(lambda v: (v @ w).sin().sum())(x) + x @ w
+
+
+def a_call_and_a_gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w + grad(lambda v: (v.cos() @ w).sin().sum())(x)
+
+
+@pytest.mark.parametrize("function", [a_gradient_and_a_call, a_call_and_a_gradient])
+def test_the_cache_does_not_know_a_weight_inside_a_gradient(function: Function) -> None:
+    check(function, 0, cached=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def product() -> Iterator[None]:
+    """`smart_autocast_sharing::product`, a matrix product with a rule of its own for autocast."""
+
+    @torch.library.custom_op("smart_autocast_sharing::product", mutates_args=())
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    product.register_fake(lambda x, w: x @ w)
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+    product.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    )
+    product.register_autocast("cpu", torch.bfloat16)
+    yield
+    product._lib._destroy()
+
+
+def a_custom_rule_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    op = torch.ops.smart_autocast_sharing.product
+    return op(x, w).sin() + op(x * 2, w)
+
+
+def a_custom_rule_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.ops.smart_autocast_sharing.product(x, w).sin() + x @ w
+
+
+@torch._dynamo.allow_in_graph
+def casts_itself(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16) @ w.to(torch.bfloat16)
+
+
+def a_cast_of_the_users(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return casts_itself(x, w).sin() + x @ w
+
+
+@pytest.mark.parametrize(
+    "function", [a_custom_rule_twice, a_custom_rule_and_a_call, a_cast_of_the_users]
+)
+def test_casts_that_eager_does_not_cache(function: Function) -> None:
+    """`torch.library.register_autocast` casts by `Tensor.to`, past the cache."""
+    check(function, 0, cached=False)
