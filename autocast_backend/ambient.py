@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +26,11 @@ def current_key(device_types: Sequence[str]) -> Key:
 def key_name(key: Key) -> str:
     """A state, for messages."""
     return ", ".join(f"{device}: {str(dtype)[6:]}" for device, dtype in key) or "off"
+
+
+def regions(key: Key) -> list[dict[str, Any]]:
+    """A state, as arguments of `torch.autocast`."""
+    return [{"device_type": device, "dtype": dtype} for device, dtype in key]
 
 
 class BackwardError(RuntimeError):

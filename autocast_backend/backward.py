@@ -30,13 +30,13 @@ from ._torch.aot import (
     JointGraph,
     TrainingGraph,
     outside_of_modes,
-    saved_tensors_hooks_are_inlined,
     trace_joint_graph,
 )
 from ._torch.autocast import any_autocast_enabled, disable_autocast
 from ._torch.configs import compile_configs
 from ._torch.dynamo import compile_lock, counters
 from ._torch.fake_tensors import fake_like
+from ._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .ambient import (
     BackwardAutocastError,
     BackwardAutocastWarning,
@@ -44,11 +44,13 @@ from .ambient import (
     Key,
     current_key,
     key_name,
+    regions,
 )
 from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .graphs import copy_graph
 from .guards import ShapeGuards
+from .hooks import unpacks_differently
 from .joint import extract_backward, keep_in_backward
 from .state import AutocastState, put_right_after_errors
 
@@ -80,7 +82,7 @@ class Region:
         compile_graph: the inner compiler.
         assumption: what is known about the state of the backward pass.
         line: the user's code, for messages.
-        hooks_inlined: whether saved-tensor hooks are written into forward and backward.
+        hooks: saved-tensor hooks that are written into forward and backward.
         configs: the compilers' configuration.
         training_graphs: how many the inner compiler has made of it.
     """
@@ -90,7 +92,7 @@ class Region:
     compile_graph: Callable[..., Any]
     assumption: Assumption
     line: str
-    hooks_inlined: bool = field(default_factory=saved_tensors_hooks_are_inlined)
+    hooks: Hooks | None = field(default_factory=inlined_hooks)
     configs: Callable[[], Any] = field(default_factory=compile_configs)
     training_graphs: int = 0
 
@@ -111,6 +113,7 @@ class Region:
         fresh = training.placeholders is not None
         if (
             fresh
+            and self.hooks is None
             and is_plain(self.graph_module)
             and not autocast_can_change(training.backward_module(), self.device_types)
         ):
@@ -119,10 +122,9 @@ class Region:
 
     def trace(self, key: Key) -> JointGraph:
         """The joint graph whose backward runs under `key`."""
-        regions = [{"device_type": device, "dtype": dtype} for device, dtype in key]
         with outside_of_modes(), self.configs():
             return trace_joint_graph(
-                self.compile_graph, copy_graph(self.graph_module), self.inputs, regions
+                self.compile_graph, copy_graph(self.graph_module), self.inputs, regions(key)
             )
 
 
@@ -210,6 +212,7 @@ class Backward:
         """The code of the backward under `key`: the first code, where that computes the same."""
         if key in self._variants:
             return self._variants[key]
+        self._check_hooks(key)
         if self._alike((), key):
             return self._off
         line = self._region.line
@@ -248,22 +251,39 @@ class Backward:
         Raises:
             BackwardError: that forward cannot serve another backward.
         """
-        region = self._region
+        graphs = self._region.training_graphs
+        if graphs != 1:
+            raise self._cannot_follow(key, f"the inner compiler made {graphs} graphs of it")
+        partitioned = self._training.backward_module()
         try:
-            if region.hooks_inlined:
-                raise BackwardError("saved-tensor hooks are inlined into its graphs")
-            if region.training_graphs != 1:
-                raise BackwardError(
-                    f"the inner compiler made {region.training_graphs} graphs of it"
-                )
-            partitioned = self._training.backward_module()
             return extract_backward(self._joints[key], partitioned, self._joints[()])
         except BackwardError as error:
-            raise BackwardError(
-                f"the backward of {region.line} cannot follow autocast {key_name(key)}: {error}. "
-                "Call backward() outside of autocast, or pin what it may assume: "
-                'options={"backward_pass_autocast": "off"}'
-            ) from None
+            raise self._cannot_follow(key, str(error)) from None
+
+    def _check_hooks(self, key: Key) -> None:
+        """Refuse what inlined hooks unpack otherwise under `key`: they are traced with it off.
+
+        Raises:
+            BackwardError: autocast acts inside of the hook that unpacks.
+        """
+        hooks = self._region.hooks
+        if hooks is None or not key:
+            return
+        unpacking = unpacking_of(self._training.backward_module())
+        if unpacking is None:
+            return
+        self._traced(())
+        values = {n.name: n.meta.get("val") for n in self._joints[()].graph_module.graph.nodes}
+        for name in unpacking.results:
+            if differs := unpacks_differently(hooks, values[name], AutocastState.of(regions(key))):
+                raise self._cannot_follow(key, f"of the hook that unpacks {name}, {differs}")
+
+    def _cannot_follow(self, key: Key, why: str) -> BackwardError:
+        return BackwardError(
+            f"the backward of {self._region.line} cannot follow autocast {key_name(key)}: {why}. "
+            "Call backward() outside of autocast, or pin what it may assume: "
+            'options={"backward_pass_autocast": "off"}'
+        )
 
     def _placeholders(self, graph: fx.GraphModule, args: list[Any]) -> list[Any]:
         """Fake inputs to compile a variant for, with the strides of what the forward saved."""
@@ -280,6 +300,7 @@ class Backward:
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed
+            self._check_hooks(key)
             if not self._alike((), key):
                 backward = self._graph(key)
                 if assumed := self._guards.conditions():

@@ -24,6 +24,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ._torch.aot import JointGraph
+from ._torch.hooks import unpacking_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of
 
@@ -41,13 +42,17 @@ class Numbering:
         self.repeated: set[int] = set()  # random numbers that one graph draws by several such calls
 
     def of(
-        self, module: fx.GraphModule, inputs: Mapping[str, int] | None = None
+        self,
+        module: fx.GraphModule,
+        inputs: Mapping[str, int] | None = None,
+        same: Mapping[int, int] | None = None,
     ) -> dict[fx.Node, int]:
         """The number of every node of `module`.
 
         Args:
             module: a joint graph, or one partitioned from it.
             inputs: numbers of the placeholders that are values of another graph, by name.
+            same: by the number of a value, that of the value it stands for.
         """
         numbers: dict[fx.Node, int] = {}
         drawn: Counter[Any] = Counter()
@@ -71,7 +76,8 @@ class Numbering:
                 identity = drawn[target, told]
                 drawn[target, told] += 1
             key = (node.op, target, identity, told)
-            numbers[node] = self._numbers.setdefault(key, len(self._numbers))
+            number = self._numbers.setdefault(key, len(self._numbers))
+            numbers[node] = same.get(number, number) if same else number
             if drawing is not None and identity > 0:
                 first = self._numbers[node.op, target, 0, told]
                 self.repeated |= {first, numbers[node]}
@@ -120,9 +126,21 @@ def extract_backward(
         if source is not None:
             _check_same(placeholder, source)
         copy.meta = dict(placeholder.meta if source is None else source.meta)
+    unpacked: dict[int, fx.Node | None] = {}
+    stands_for: dict[int, int] = {}
+    if unpacking := unpacking_of(partitioned):
+        numbers = numbering.of(unpacking.module)
+        copies = {p: inputs[p.name] for p in unpacking.module.graph.find_nodes(op="placeholder")}
+        graph.graph_copy(unpacking.module.graph, copies)
+        for name, node in unpacking.results.items():
+            unpacked[known[names[name]]] = copies[node] if node else None
+            if node:
+                stands_for[numbers[node]] = known[names[name]]
     saved = {name: known[names[name]] for name in inputs if name in names}
+    saved = {name: number for name, number in saved.items() if number not in unpacked}
     values = {number: inputs[name] for name, number in saved.items()}
-    first = numbering.of(partitioned, saved)
+    values |= {number: node for number, node in unpacked.items() if node is not None}
+    first = numbering.of(partitioned, saved, stands_for)
     drawn = {
         number: node
         for node, number in first.items()
@@ -150,6 +168,8 @@ def extract_backward(
         else:
             values[number] = graph.node_copy(node, lambda n: values[numbers[n]])
     graph.output(tuple(values[numbers[g]] if isinstance(g, fx.Node) else g for g in gradients))
+    if unpacked:  # not all of it is needed
+        graph.eliminate_dead_code()
     return fx.GraphModule({**_attributes(partitioned), **_attributes(module)}, graph)
 
 

@@ -16,17 +16,8 @@ from torch import fx
 
 from .dynamo import compile_lock, counters, timed
 from .fake_tensors import fake_mode_of
-
-
-def saved_tensors_hooks_are_inlined() -> bool:
-    """Whether AOTAutograd writes the saved-tensor hooks now in force into forward and backward: it
-    does where they are graph modules. It then calls what the forward saves by other names."""
-    from torch._functorch._aot_autograd.utils import (
-        saved_tensors_hooks_are_inlineable,
-        top_saved_tensors_hooks,
-    )
-
-    return bool(saved_tensors_hooks_are_inlineable(top_saved_tensors_hooks()))
+from .hooks import unpacking_noted
+from .patches import replaced
 
 
 @dataclass
@@ -93,20 +84,11 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
             bound.arguments.update(vars(spec))
         return original(*bound.args, **bound.kwargs)
 
-    with _replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)):
+    with (
+        replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)),
+        unpacking_noted(),
+    ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for the length of a `with` block, under Dynamo's compile lock."""
-    with compile_lock():
-        before = vars(owner)[name]
-        setattr(owner, name, value)
-        try:
-            yield
-        finally:
-            setattr(owner, name, before)
 
 
 def _training_graph(spec: Any, compile_backward: Callable[..., Any] | None) -> TrainingGraph:
@@ -252,7 +234,7 @@ def trace_joint_graph(
 
     counted = counters()["aot_autograd"].copy()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(common, "aot_module_simplified", aot_module_simplified))
+        stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
         stack.enter_context(
             config.patch(

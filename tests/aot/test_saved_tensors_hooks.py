@@ -8,6 +8,8 @@ backward.
 
 from __future__ import annotations
 
+import functools
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,17 +19,19 @@ import pytest
 import torch
 from torch import fx
 from torch._functorch import config
+from torch._functorch._aot_autograd.aot_autograd_result import serialize_graph_module
 from torch.autograd.graph import saved_tensors_hooks
 
 from autocast_backend import BackwardError
+from autocast_backend.joint import extract_backward
 from tests.aot.harness import (
     AOT_EAGER,
-    BACKWARDS,
     ORACLE,
     STOCK,
     WAYS,
     Case,
     assert_like_the_oracle,
+    differences,
     each_way,
     island,
     results,
@@ -62,6 +66,7 @@ def unpack_scaled(packed: Any) -> torch.Tensor:
 HOOKS: dict[str, tuple[Hook, Hook]] = {
     "fp8": (pack, unpack),
     "fp8_scaled": (pack_scaled, unpack_scaled),
+    "negated": (lambda t: [-t], lambda packed: -packed[0]),
     "copies": (lambda t: [t.clone()], lambda packed: packed[0]),
 }
 
@@ -70,8 +75,14 @@ def ordinary(name: str) -> AbstractContextManager[Any]:
     return saved_tensors_hooks(*HOOKS[name])
 
 
+@functools.cache
+def traced(hook: Hook) -> fx.GraphModule:
+    """One graph for each hook: Dynamo compiles again for another one."""
+    return fx.symbolic_trace(hook)
+
+
 def inlined(name: str) -> AbstractContextManager[Any]:
-    return saved_tensors_hooks(*map(fx.symbolic_trace, HOOKS[name]))
+    return saved_tensors_hooks(*map(traced, HOOKS[name]))
 
 
 def network(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -82,7 +93,7 @@ def under(hooks: Callable[[str], AbstractContextManager[Any]], name: str) -> Cas
     return Case(network, around=lambda: hooks(name))
 
 
-@pytest.mark.parametrize(("name", "way"), each_way(HOOKS))
+@pytest.mark.parametrize(("name", "way"), each_way(["fp8", "fp8_scaled", "copies"]))
 def test_ordinary_hooks(name: str, way: str) -> None:
     assert_like_the_oracle(under(ordinary, name), way, **DEFAULT_PARTITIONER)
 
@@ -107,14 +118,48 @@ def test_eight_bits_of_what_the_min_cut_partitioner_saves(
     assert not same_bits(ours[0]["gradients"], exact[0]["gradients"])
 
 
+@pytest.mark.parametrize(("name", "way"), each_way(HOOKS))
+def test_inlined_hooks_in_every_state(name: str, way: str) -> None:
+    """Where AOTAutograd is told to squeeze all that is saved, it squeezes what eager does."""
+    with config.patch(saved_tensors_hooks_filtering_mode="all"):
+        ours = results(under(inlined, name), way, **DEFAULT_PARTITIONER)
+    expected = results(under(ordinary, name), way, **ORACLE)
+    assert not same_bits(expected[0]["gradients"], expected[1]["gradients"])
+    found = list(differences(ours, expected))
+    assert not found, found
+
+
+def test_a_hook_that_autocast_acts_inside_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inlined hooks are traced with autocast off; eager unpacks in the state of the backward."""
+    hooks = (lambda t: [t.clone()]), (lambda packed: packed[0] @ packed[0].sin())
+    monkeypatch.setitem(HOOKS, "product", hooks)
+    with (
+        config.patch(saved_tensors_hooks_filtering_mode="all"),
+        pytest.raises(BackwardError, match=r"of the hook that unpacks .* autocast gives"),
+    ):
+        results(under(inlined, "product"), "off", **DEFAULT_PARTITIONER)
+
+
 @pytest.mark.parametrize(
-    ("name", "mode", "way"),
-    [("fp8", "donated", "off"), ("fp8_scaled", "no_static", "ambient"), ("fp8", "all", "region")],
+    ("mode", "way"), [("donated", "ambient"), ("no_static", "region"), ("all", "off")]
 )
-def test_inlined_hooks_do_not_follow_the_backwards_state(name: str, way: str, mode: str) -> None:
-    """The forward has packed what the backward of another state would read otherwise, so that
-    backward is refused."""
-    assert BACKWARDS[1]
-    with config.patch(saved_tensors_hooks_filtering_mode=mode), pytest.raises(BackwardError) as e:
-        results(under(inlined, name), way, **AOT_EAGER)
-    assert "hooks are inlined" in str(e.value)
+def test_inlined_hooks_without_loss_and_the_min_cut_partitioner(mode: str, way: str) -> None:
+    """A variant unpacks whatever the partitioner has saved: a forgotten minus sign would show."""
+    with config.patch(saved_tensors_hooks_filtering_mode=mode):
+        ours = results(under(inlined, "negated"), way, **AOT_EAGER)
+    found = list(differences(ours, results(Case(network), way, **ORACLE)))
+    assert not found, found
+
+
+def test_inlined_hooks_and_a_backward_out_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How to unpack is written to AOTAutograd's cache together with the backward, and read again.
+    (Of these hooks: it takes no calls of methods.)"""
+
+    def from_cache(joint: Any, partitioned: Any, reference: Any) -> Any:
+        written = pickle.dumps(serialize_graph_module(partitioned))
+        return extract_backward(joint, pickle.loads(written).deserialize(), reference)
+
+    monkeypatch.setattr("autocast_backend.backward.extract_backward", from_cache)
+    ours = results(under(inlined, "negated"), "off", **AOT_EAGER)
+    found = list(differences(ours, results(Case(network), "off", **ORACLE)))
+    assert not found, found
