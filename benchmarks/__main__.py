@@ -6,7 +6,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-QUESTIONS = ("casts", "compile", "decode", "training", "memory", "gpu")
+QUESTIONS = (
+    "casts",
+    "fused",
+    "launch",
+    "roofline",
+    "compile",
+    "decode",
+    "training",
+    "memory",
+    "gpu",
+)
 
 
 def listing() -> str:

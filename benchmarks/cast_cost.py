@@ -12,8 +12,6 @@ Candidates of one comparison, all in the same rounds:
 
 from __future__ import annotations
 
-import resource
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,20 +19,9 @@ import torch
 from torch import Tensor
 
 from autocast_backend import multi_cast
+from benchmarks.calls import sample_calls
 from benchmarks.cast_sets import CastSet
-from benchmarks.harness import (
-    L2Flush,
-    Row,
-    Sampler,
-    compare,
-    cuda_sampler,
-    host_sampler,
-    interleave,
-    percentile,
-)
-
-SAMPLE_SECONDS = 2e-3  # a sample takes at least that long: several calls of what takes less
-MOST_CALLS = 200
+from benchmarks.harness import Row, compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +39,6 @@ class Measurement:
     to_copy: list[Row]
     faults: dict[str, float]
     bytes: int
-
-
-def page_faults() -> int:
-    """Of this process so far, those that read nothing from a disk: new memory, mostly."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def candidates(
@@ -104,44 +86,12 @@ def measure(
     seed: int,
     compiled: bool = False,
 ) -> Measurement:
-    """All candidates on one set. On a GPU every call finds its L2 cache flushed."""
+    """All candidates on one set."""
     functions = candidates(cast_set, dtype, device=device, compiled=compiled)
-    flush = L2Flush() if device == "cuda" else None
-    faults: dict[str, list[float]] = {name: [] for name in functions}
-    samplers = {}
-    for name, function in functions.items():
-        function()  # compiles, and touches new memory
-        calls = calls_per_sample(function)
-        one: Sampler = (
-            host_sampler(function, calls=calls)
-            if flush is None
-            else cuda_sampler(function, calls=min(calls, 20), flush=flush)
-        )
-        samplers[name] = _counting_faults(one, calls, faults[name])
-    samples = interleave(samplers, rounds=rounds, warmup=1, seed=seed)
+    samples, faults = sample_calls(functions, device=device, rounds=rounds, seed=seed)
     return Measurement(
         rows=compare(samples, baseline=".to"),
         to_copy=compare(samples, baseline="copy"),
-        faults={name: percentile(some[1:], 50) for name, some in faults.items()},
+        faults=faults,
         bytes=total_bytes(cast_set, dtype),
     )
-
-
-def calls_per_sample(function: Callable[[], object]) -> int:
-    """How many calls fill a sample, by the quickest of three."""
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / min(seconds))))
-
-
-def _counting_faults(sampler: Sampler, calls: int, faults: list[float]) -> Sampler:
-    def sample() -> float:
-        before = page_faults()
-        seconds = sampler()
-        faults.append((page_faults() - before) / calls)
-        return seconds
-
-    return sample

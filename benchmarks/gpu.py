@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,10 +73,19 @@ def stages(out: Path) -> list[Stage]:
         ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 90),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 90),
         ("casts", (python, *casting, "--out", results), 120),
+        ("roofline", (python, *asking("roofline"), "--out", results), 30),
+        ("launch", (python, *asking("launch"), "--rounds", "10", "--out", results), 60),
+        ("fused", (python, *asking("fused"), "--rounds", "10", "--out", results), 90),
         ("decode", (python, *asking("decode"), "--rounds", "5", "--out", results), 150),
         ("memory", (python, *asking("memory"), "--out", results), 60),
         ("compile", (python, *compiling, "--out", results), 150),
     ]
+    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if sanitizer is not None:
+        kernels = (python, "-m", "pytest", "-m", "gpu and not slow", "tests/ops", "-k", "cuda")
+        for tool in ("memcheck", "racecheck"):
+            checked = (sanitizer, "--tool", tool, "--error-exitcode", "1", *kernels)
+            plan.append((tool, checked, 120))
     return [Stage(name=name, command=command, limit_seconds=limit) for name, command, limit in plan]
 
 
@@ -168,14 +178,21 @@ def main(arguments: Sequence[str]) -> int:
     parse = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     default = Path(os.environ.get("OUT", "gpu-out"))
     parse.add_argument("--out", type=Path, default=default, help="default: $OUT, or gpu-out")
+    parse.add_argument("--only", nargs="+", help="stages by their names; default: all that fit")
     flags = parse.parse_args(arguments)
     reason = refusal()
     if reason is not None:
         print(f"benchmarks gpu: {reason}", file=sys.stderr)
         return 2
     out = flags.out.resolve()
+    plan = stages(out)
+    if flags.only is not None:
+        names = [stage.name for stage in plan]
+        if unknown := set(flags.only).difference(names):
+            parse.error(f"--only: expected some of {names}, got {sorted(unknown)}")
+        plan = [stage for stage in plan if stage.name in flags.only]
     out.mkdir(parents=True, exist_ok=True)
     machine = machine_facts()
-    outcomes = run_all(stages(out), out, runner=run_stage, budget=WHOLE_RUN_SECONDS)
+    outcomes = run_all(plan, out, runner=run_stage, budget=WHOLE_RUN_SECONDS)
     print("\n" + write_summary(outcomes, machine, out))
     return int(any(outcome.exit_code != 0 for outcome in outcomes))

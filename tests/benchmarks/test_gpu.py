@@ -62,6 +62,18 @@ def test_exit_code_tells(tmp_path, monkeypatch, code, expected):
     assert (tmp_path / "new" / "summary.json").exists()
 
 
+def test_only_some_stages(tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(gpu, "refusal", lambda: None)
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    monkeypatch.setattr(gpu, "run_stage", _runner({"casts": 0, "fused": 0}, seen))
+    assert gpu.main(["--out", str(tmp_path), "--only", "fused", "casts"]) == 0
+    assert [stage.name for stage in seen] == ["casts", "fused"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path), "--only", "fusd"])
+    assert "got ['fusd']" in capsys.readouterr().err
+
+
 def test_out_defaults_to_the_environment(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setenv("OUT", str(tmp_path / "given"))

@@ -1,0 +1,68 @@
+"""Seconds and page faults per call of functions that cast, sampled in turns."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+
+from benchmarks.harness import (
+    L2Flush,
+    Sampler,
+    cuda_sampler,
+    host_sampler,
+    interleave,
+    percentile,
+)
+
+SAMPLE_SECONDS = 2e-3  # a sample takes at least that long: several calls of what takes less
+MOST_CALLS = 200
+
+
+def sample_calls(
+    functions: Mapping[str, Callable[[], object]], *, device: str, rounds: int, seed: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds per call of each function, and the page faults of a call, the median over samples.
+
+    Each is called once before: that compiles, and touches new memory. On a GPU every call finds the
+    L2 cache flushed.
+    """
+    flush = L2Flush() if device == "cuda" else None
+    faults: dict[str, list[float]] = {name: [] for name in functions}
+    samplers = {}
+    for name, function in functions.items():
+        function()
+        calls = calls_per_sample(function)
+        one: Sampler = (
+            host_sampler(function, calls=calls)
+            if flush is None
+            else cuda_sampler(function, calls=min(calls, 20), flush=flush)
+        )
+        samplers[name] = _counting_faults(one, calls, faults[name])
+    samples = interleave(samplers, rounds=rounds, warmup=1, seed=seed)
+    return samples, {name: percentile(some[1:], 50) for name, some in faults.items()}
+
+
+def page_faults() -> int:
+    """Of this process so far, those that read nothing from a disk: new memory, mostly."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def calls_per_sample(function: Callable[[], object]) -> int:
+    """How many calls fill a sample, by the quickest of three."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / min(seconds))))
+
+
+def _counting_faults(sampler: Sampler, calls: int, faults: list[float]) -> Sampler:
+    def sample() -> float:
+        before = page_faults()
+        seconds = sampler()
+        faults.append((page_faults() - before) / calls)
+        return seconds
+
+    return sample
