@@ -19,15 +19,15 @@ from .expansions import EXPANSIONS, Caller
 from .policies import COMPOSITES, Policy, find_policy, op_name
 from .state import AutocastState, DeviceAutocast
 
-_SMART = torch.ops.smart_autocast
+_SMART, _ATEN = torch.ops.smart_autocast, torch.ops.aten
 FULL = _SMART.autocast_to_full_precision.default
 _LOWER = {
     torch.bfloat16: _SMART.autocast_to_bf16.default,
     torch.float16: _SMART.autocast_to_fp16.default,
 }
 
-# Overloads that take a dtype, for each op of the policies fp32_set_opt_dtype and fp32_append_dtype.
-# A call takes the first one its arguments fit.
+# Overloads that take a dtype, for each op of the policy fp32_set_opt_dtype. A call takes the first
+# one its arguments fit.
 _WITH_DTYPE = {
     "cumprod": ("cumprod",),
     "cumsum": ("cumsum",),
@@ -38,6 +38,11 @@ _WITH_DTYPE = {
     "prod": ("prod", "prod.dim_int"),
     "softmax": ("softmax.int",),
     "sum": ("sum", "sum.dim_IntList"),
+}
+# The overload that needs a dtype, for each op of the policy fp32_append_dtype.
+_APPENDED = {
+    "norm.Scalar": torch.ops.aten.norm.ScalarOpt_dtype,
+    "norm.ScalarOpt_dim": torch.ops.aten.norm.ScalarOpt_dim_dtype,
 }
 
 
@@ -62,7 +67,8 @@ class Recipe:
         casts: argument number -> the cast it passes through.
         promoted: groups of arguments that pass through `promote` together, each with the device
             type it is limited to.
-        with_dtype: the overload to call instead, with `full_precision_dtype` of its first argument.
+        with_dtype: the overload to call instead, with `full_precision_dtype` of its first argument;
+            where it needs a dtype, with that argument's own if it is not to be float32.
         expansion: the name of the expansion that replaces the call.
         direct: whether the policy op gets the arguments themselves. A composite may give it a view
             instead, whose cast eager autocast does not cache.
@@ -141,6 +147,8 @@ def build(
             promoted.append((mine, limit))
         elif policy is Policy.FP32_SET_OPT_DTYPE and name:
             with_dtype = _overload_with_dtype(name, node)
+        elif policy is Policy.FP32_APPEND_DTYPE:
+            with_dtype = _APPENDED.get(name or "")
     direct = not any(name in COMPOSITES.get(d.device_type, {}) for d in state.enabled_devices)
     recipe = Recipe(tuple(casts), tuple(promoted), with_dtype, direct)
     return recipe if recipe else None
@@ -237,10 +245,16 @@ def apply(
         return EXPANSIONS[recipe.expansion](Caller(call, first.dim()), *args, **kwargs)
     if recipe.with_dtype is None:
         return node.target, args, kwargs
+    if recipe.with_dtype in _APPENDED.values():
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        positional = [*args, *(kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
+        own = call(_ATEN.result_type.Tensor, (positional[0], positional[0]), {})
+        dtype = call(_ATEN.promote_types.default, (own, torch.float32), {})
+        return recipe.with_dtype, tuple(positional), {"dtype": dtype}
     bound = bind(recipe.with_dtype, args, kwargs)
     assert bound is not None  # `build` bound the same call
-    dtype = (bound["self"], bound.get("dtype"))
-    bound["dtype"] = call(_SMART.full_precision_dtype.default, dtype, {})
+    given = (bound["self"], bound.get("dtype"))
+    bound["dtype"] = call(_SMART.full_precision_dtype.default, given, {})
     return recipe.with_dtype, (), bound
 
 

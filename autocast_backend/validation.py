@@ -32,7 +32,8 @@ _RENAMING = frozenset(
         *("t", "transpose", "unsqueeze", "view"),
     )
 )
-# Autocast kernels and Python wrappers ask a tensor for its device; that is no computation.
+# Autocast kernels and Python wrappers ask a tensor for its device; that is no computation, nor is
+# what has to do with no tensor at all.
 _IGNORED_NAMESPACES = ("prim",)
 
 Event = tuple[str, tuple[torch.dtype, ...], tuple[torch.dtype, ...], tuple[Any, ...]]
@@ -68,8 +69,10 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 def _plain_arguments(value: Any) -> tuple[Any, ...]:
-    """The arguments that are plain values; symbols are renamed from one run to the next."""
-    return tuple(v for v in pytree.tree_leaves(value) if isinstance(v, _PLAIN))
+    """The arguments that are plain values; symbols are renamed from one run to the next, and no NaN
+    is equal to another."""
+    plain = (v for v in pytree.tree_leaves(value) if isinstance(v, _PLAIN))
+    return tuple(v if v == v else str(v) for v in plain)
 
 
 def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
@@ -96,7 +99,7 @@ class _Recorder(TorchDispatchMode):
                 self.cast_to[id(args[0])] = out.dtype
         elif func._schema.name in _RENAMING:
             self.events.append((str(func), (), (), ()))
-        elif func.namespace not in _IGNORED_NAMESPACES:
+        elif func.namespace not in _IGNORED_NAMESPACES and (inputs or dtypes_of(out)):
             plain = _plain_arguments((args, kwargs))
             self.events.append((str(func), inputs, dtypes_of(out), plain))
         return out

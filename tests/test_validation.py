@@ -39,6 +39,14 @@ def test_equal_calls_have_no_difference(fake_mode: Any) -> None:
     assert why(lambda: x @ x, lambda: x.bfloat16() @ x.bfloat16(), fake_mode) is None
 
 
+def test_a_nan_among_the_arguments_is_equal_to_itself(fake_mode: Any) -> None:
+    x, nan = torch.empty(4, 4), float("nan")
+    assert why(lambda: torch.full_like(x, nan), lambda: torch.full_like(x, nan), fake_mode) is None
+    assert (
+        why(lambda: torch.full_like(x, nan), lambda: torch.full_like(x, 0), fake_mode) is not None
+    )
+
+
 def test_a_result_of_another_dtype_is_seen(fake_mode: Any) -> None:
     x = torch.empty(4, 4)
     reason = why(lambda: x @ x, lambda: x @ x, fake_mode, "dtypes")

@@ -6,9 +6,10 @@ python -m tests.conformance.coverage --write    # writes it
 
 from __future__ import annotations
 
+import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,19 +24,28 @@ from tests.support import BF16
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
 _SAMPLES = 4  # of each entry of op_db
+_INTERNAL = re.compile(r' false INTERNAL ASSERT FAILED at ".*", please report [\w ]+\.')
+    ' false INTERNAL ASSERT FAILED at ".*":[0-9]+, please report a bug to PyTorch\\.'
+)
 
 
-def registered_calls() -> Iterator[tuple[str, str, str]]:
-    """(op, device type, reason) of each registration that stays under autocast."""
+def registered_calls() -> Iterator[tuple[str, str, str, str]]:
+    """(op, device type, fate, reason) of each registration that is not lowered: it is "bracketed",
+    or eager raises."""
     for device_type, op in REGISTERED:
         packet, _, overload = op.partition(".")
         target = getattr(getattr(torch.ops.aten, packet), overload or "default")
         state = AutocastState.of({"device_type": device_type, "dtype": torch.bfloat16})
         with tensors_of(device_type):
             args, kwargs = arguments_of(op, Tensors(device_type, [torch.float32]))
-            if call_under(state, target, args, kwargs).error is None:
+            error = call_under(state, target, args, kwargs).error
+            if error is None:
                 _, report = lowered(target, args, kwargs, state)
-                yield from ((f"aten::{op}", device_type, b.reason) for b in report.bracketed)
+                reasons = [("bracketed", b.reason) for b in report.bracketed]
+            else:
+                fate = "banned" if "unsafe to autocast" in error else "not callable"
+                reasons = [(fate, _INTERNAL.sub("", error).partition(". This could be")[0])]
+            yield from ((f"aten::{op}", device_type, *reason) for reason in reasons)
 
 
 def op_db_calls() -> Iterator[tuple[str, str, str]]:
@@ -72,16 +82,36 @@ def row_of(kind: str, model: str, found: Count) -> str:
     return f"| {kind} | `{model}` | {' | '.join(map(str, counts))} |"
 
 
+def registrations() -> list[str]:
+    """How many registrations there are and are lowered, and the table of the others."""
+    found = list(registered_calls())
+    per_device = Counter(device_type for device_type, _ in REGISTERED)
+    counts = ", ".join(f"{n} on {device_type}" for device_type, n in per_device.items())
+    others = Counter(fate for _, _, fate, _ in found)
+    rows = [
+        f"{len(REGISTERED)} registrations ({counts}): {len(REGISTERED) - len(found)} lowered, "
+        + ", ".join(f"{n} {fate}" for fate, n in others.most_common())
+        + ".",
+        "",
+        "| registration | on | is | why |",
+        "| --- | --- | --- | --- |",
+    ]
+    return rows + _table((op, where, f"{fate} | {why}") for op, where, fate, why in found)
+
+
 def not_lowered() -> list[str]:
     """The table of calls that stay under autocast: op, device types, why."""
+    return ["| call | on | why |", "| --- | --- | --- |", *_table(op_db_calls())]
+
+
+def _table(found: Iterable[tuple[str, str, str]]) -> list[str]:
+    """One row for each (op, reason), with its device types."""
     where: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for op, device_type, reason in (*registered_calls(), *op_db_calls()):
+    for op, device_type, reason in found:
         if device_type not in where[op, reason]:
             where[op, reason].append(device_type)
-    rows = ["| call | on | why |", "| --- | --- | --- |"]
-    for (op, reason), device_types in sorted(where.items()):
-        rows.append(f"| `{op}` | {', '.join(device_types)} | {reason} |")
-    return rows
+    rows = sorted(where.items())
+    return [f"| `{op}` | {', '.join(on)} | {reason} |" for (op, reason), on in rows]
 
 
 def with_section(page: str, name: str, lines: list[str]) -> str:
@@ -100,6 +130,7 @@ def section(page: str, name: str) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     page = PAGE.read_text()
+    page = with_section(page, "registrations", registrations())
     page = with_section(page, "not lowered", not_lowered())
     page = with_section(page, "architectures", architectures())
     if arguments == ["--write"]:

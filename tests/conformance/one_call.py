@@ -43,7 +43,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _CAST:
             self.casts[id(args[0])] = kwargs["dtype"]
-        elif func.namespace == "aten":
+        elif func.namespace == "aten" and func is not torch.ops.aten.promote_types.default:
             self.ops.append((str(func), tuple(t.dtype for t in tensors((args, kwargs)))))
         return func(*args, **kwargs)
 
