@@ -19,14 +19,25 @@ struct Avx512Lanes {
     return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)};
   }
   static Register load(const double* from) { return {load_16(from), load_16(from + 16)}; }
-  static Register load(const Half* from) {
-    const __m512i bits = _mm512_loadu_si512(from);
-    return {_mm512_cvtph_ps(_mm512_castsi512_si256(bits)),
-            _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
-  }
+  static Register load(const Half* from) { return from_half(_mm512_loadu_si512(from)); }
   static Register load(const BFloat16* from) {
     const __m512i bits = _mm512_loadu_si512(from);
     return {from_bf16(_mm512_castsi512_si256(bits)), from_bf16(_mm512_extracti64x4_epi64(bits, 1))};
+  }
+  static Register load(const Float8_e5m2* from) {
+    // float16 with a shorter fraction.
+    return from_half(_mm512_slli_epi16(_mm512_cvtepu8_epi16(load_bytes(from)), 8));
+  }
+  static Register load(const Float8_e4m3fn* from) {
+    // As float16 with another bias of the exponent, 2^8 times too small; without infinities.
+    const __m512i bytes = _mm512_cvtepi8_epi16(load_bytes(from));
+    const __m512i magnitude = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
+    const __m512i half = _mm512_ternarylogic_epi32(_mm512_slli_epi16(magnitude, 7), bytes,
+                                                   _mm512_set1_epi16(INT16_MIN), 0xf8);
+    const Register value = from_half(half);
+    const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
+    return {from_e4m3(value.low, static_cast<__mmask16>(nan)),
+            from_e4m3(value.high, static_cast<__mmask16>(nan >> 16))};
   }
 
   template <typename>
@@ -49,6 +60,10 @@ struct Avx512Lanes {
   static void store(BFloat16* to, Register value) {
     _mm512_storeu_si512(to, to_bf16(value, kBf16Nan<From>));
   }
+  template <typename, typename To>
+  static void store(To* to, Register value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_float8<To>(value));
+  }
 
   template <typename>
   static void stream(float* to, Register value) {
@@ -70,12 +85,56 @@ struct Avx512Lanes {
   static void stream(BFloat16* to, Register value) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), to_bf16(value, kBf16Nan<From>));
   }
+  template <typename, typename To>
+  static void stream(To* to, Register value) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), to_float8<To>(value));
+  }
   static void fence() { _mm_sfence(); }
   static void prefetch(const void* from) {
     _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
   }
 
  private:
+  static Register from_half(__m512i bits) {
+    return {_mm512_cvtph_ps(_mm512_castsi512_si256(bits)),
+            _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
+  }
+  static __m256i load_bytes(const void* from) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+  }
+  static __m512 from_e4m3(__m512 value, __mmask16 nan) {
+    const __m512 sign = _mm512_and_ps(value, _mm512_set1_ps(-0.0F));
+    const __m512 nans = _mm512_or_ps(sign, _mm512_castsi512_ps(_mm512_set1_epi32(0x7ff00000)));
+    return _mm512_mask_mov_ps(_mm512_mul_ps(value, _mm512_set1_ps(256)), nan, nans);
+  }
+  template <typename To>
+  static __m256i to_float8(Register value) {
+    return _mm256_set_m128i(_mm512_cvtepi32_epi8(round_to_float8<To>(value.high)),
+                            _mm512_cvtepi32_epi8(round_to_float8<To>(value.low)));
+  }
+  template <typename To>
+  static __m512i round_to_float8(__m512 value) {
+    using Format = Float8<To>;
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+    const __m512i odd =
+        _mm512_and_si512(_mm512_srli_epi32(magnitude, Format::kDropped), _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(Format::kRebiasAndHalf));
+    __m512i result = _mm512_srli_epi32(_mm512_add_epi32(magnitude, half), Format::kDropped);
+    result = _mm512_min_epi32(result, _mm512_set1_epi32(Format::beyond()));
+
+    const __m512i magic = _mm512_set1_epi32(Format::kMagicBits);
+    const __m512i sum = _mm512_castps_si512(
+        _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(magic)));
+    const __mmask16 small =
+        _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(Format::kSmallestNormal));
+    result = _mm512_mask_sub_epi32(result, small, sum, magic);
+
+    const __mmask16 nan = _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7f800000));
+    result = _mm512_mask_mov_epi32(result, nan, _mm512_set1_epi32(Format::kNan));
+    const __m512i sign = _mm512_srli_epi32(_mm512_xor_si512(bits, magnitude), 24);
+    return _mm512_or_si512(result, sign);
+  }
   static __m512 load_16(const double* from) {
     const __m256 low = _mm512_cvtpd_ps(_mm512_loadu_pd(from));
     const __m256 high = _mm512_cvtpd_ps(_mm512_loadu_pd(from + 8));

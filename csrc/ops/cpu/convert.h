@@ -17,10 +17,12 @@ using ConvertFunction = void (*)(void* to, const void* from, int64_t count, bool
 // The bits are those of ATen's copy, which rounds every pair of floating dtypes through float32, to
 // nearest even: float64 to bfloat16 is rounded twice. A NaN becomes what it becomes in ATen's
 // vectorized loops; ATen itself has others at the end of a tensor, for some pairs of dtypes.
-//
-// float8 is left to ATen: what is beyond float8_e4m3fn became NaN in older versions of torch and
-// becomes the largest number in newer ones, and this library is not built for one version.
 ConvertFunction find_convert(torch::headeronly::ScalarType to, torch::headeronly::ScalarType from);
+
+// What a number beyond the largest of float8_e4m3fn becomes, without its sign: NaN in older
+// versions of torch, the largest number in newer ones, and this library is not built for one.
+// find_convert asks ATen before it returns a conversion that needs it.
+extern int32_t beyond_float8_e4m3fn;
 
 // The same of one instruction set; null for a pair that it has nothing better for. Called by
 // find_convert alone.

@@ -21,10 +21,23 @@ struct Lanes {
   }
   static Register load(const double* from) { return {load_8(from), load_8(from + 8)}; }
   static Register load(const Half* from) {
-    return {_mm256_cvtph_ps(load_16_bits(from)), _mm256_cvtph_ps(load_16_bits(from + 8))};
+    return {_mm256_cvtph_ps(load_16_bytes(from)), _mm256_cvtph_ps(load_16_bytes(from + 8))};
   }
   static Register load(const BFloat16* from) {
-    return {from_bf16(load_16_bits(from)), from_bf16(load_16_bits(from + 8))};
+    return {from_bf16(load_16_bytes(from)), from_bf16(load_16_bytes(from + 8))};
+  }
+  // Both as in avx512_lanes.h.
+  static Register load(const Float8_e5m2* from) {
+    return from_half(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load_16_bytes(from)), 8));
+  }
+  static Register load(const Float8_e4m3fn* from) {
+    const __m256i bytes = _mm256_cvtepi8_epi16(load_16_bytes(from));
+    const __m256i magnitude = _mm256_and_si256(bytes, _mm256_set1_epi16(0x7f));
+    const __m256i sign = _mm256_and_si256(bytes, _mm256_set1_epi16(INT16_MIN));
+    const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
+    const Register value = from_half(_mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign));
+    return {from_e4m3(value.low, _mm256_castsi256_si128(nan)),
+            from_e4m3(value.high, _mm256_extracti128_si256(nan, 1))};
   }
 
   template <typename>
@@ -47,6 +60,10 @@ struct Lanes {
   static void store(BFloat16* to, Register value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_bf16(value, kBf16Nan<From>));
   }
+  template <typename, typename To>
+  static void store(To* to, Register value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), to_float8<To>(value));
+  }
 
   template <typename>
   static void stream(float* to, Register value) {
@@ -68,18 +85,62 @@ struct Lanes {
   static void stream(BFloat16* to, Register value) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to), to_bf16(value, kBf16Nan<From>));
   }
+  template <typename, typename To>
+  static void stream(To* to, Register value) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), to_float8<To>(value));
+  }
   static void fence() { _mm_sfence(); }
   static void prefetch(const void* from) {
     _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
   }
 
  private:
+  static Register from_half(__m256i bits) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+  }
+  static __m256 from_e4m3(__m256 value, __m128i nan) {
+    const __m256 sign = _mm256_and_ps(value, _mm256_set1_ps(-0.0F));
+    const __m256 nans = _mm256_or_ps(sign, _mm256_castsi256_ps(_mm256_set1_epi32(0x7ff00000)));
+    return _mm256_blendv_ps(_mm256_mul_ps(value, _mm256_set1_ps(256)), nans,
+                            _mm256_castsi256_ps(_mm256_cvtepi16_epi32(nan)));
+  }
+  template <typename To>
+  static __m128i to_float8(Register value) {
+    const __m256i words = _mm256_permute4x64_epi64(
+        _mm256_packus_epi32(round_to_float8<To>(value.low), round_to_float8<To>(value.high)),
+        0b11011000);
+    return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  }
+  template <typename To>
+  static __m256i round_to_float8(__m256 value) {
+    using Format = Float8<To>;
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    const __m256i odd =
+        _mm256_and_si256(_mm256_srli_epi32(magnitude, Format::kDropped), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(Format::kRebiasAndHalf));
+    __m256i result = _mm256_srli_epi32(_mm256_add_epi32(magnitude, half), Format::kDropped);
+    result = _mm256_min_epi32(result, _mm256_set1_epi32(Format::beyond()));
+
+    const __m256i magic = _mm256_set1_epi32(Format::kMagicBits);
+    const __m256i sum = _mm256_castps_si256(
+        _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(magic)));
+    const __m256i small =
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(Format::kSmallestNormal), magnitude);
+    result = _mm256_blendv_epi8(result, _mm256_sub_epi32(sum, magic), small);
+
+    const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+    result = _mm256_blendv_epi8(result, _mm256_set1_epi32(Format::kNan), nan);
+    const __m256i sign = _mm256_srli_epi32(_mm256_xor_si256(bits, magnitude), 24);
+    return _mm256_or_si256(result, sign);
+  }
   static __m256 load_8(const double* from) {
     const __m128 low = _mm256_cvtpd_ps(_mm256_loadu_pd(from));
     const __m128 high = _mm256_cvtpd_ps(_mm256_loadu_pd(from + 4));
     return _mm256_set_m128(high, low);
   }
-  static __m128i load_16_bits(const void* from) {
+  static __m128i load_16_bytes(const void* from) {
     return _mm_loadu_si128(static_cast<const __m128i*>(from));
   }
   static __m256 from_bf16(__m128i bits) {

@@ -16,6 +16,8 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
+#include <torch/headeronly/util/Float8_e5m2.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
@@ -25,6 +27,8 @@
 namespace {
 
 using torch::headeronly::BFloat16;
+using torch::headeronly::Float8_e4m3fn;
+using torch::headeronly::Float8_e5m2;
 using torch::headeronly::Half;
 
 constexpr int kCacheLine = 64;
@@ -36,6 +40,32 @@ constexpr int kPrefetchBytes = 2048;
 template <typename From>
 constexpr uint16_t kBf16Nan =
     std::is_same_v<From, float> || std::is_same_v<From, double> ? 0xffff : 0x7fc0;
+
+// How a float32 number becomes one of float8: in whole numbers, but for what is denormal there.
+// That is added to a number with its last place where the denormal ones have theirs, which rounds
+// it to nearest even.
+template <int kFractionBits, int kBottom>  // see Grid
+struct Float8Format {
+  static constexpr int kDropped = 23 - kFractionBits;
+  static constexpr int32_t kSmallestNormal = kBottom << 23;
+  // Another bias of the exponent, and half a unit in the last place less one bit.
+  static constexpr int32_t kRebiasAndHalf = (1 << (kDropped - 1)) - 1 - ((kBottom - 1) << 23);
+  static constexpr int32_t kMagicBits = (kBottom + 23 - kFractionBits) << 23;
+  static constexpr int32_t kNan = 0x7f;
+};
+
+template <typename To>
+struct Float8;
+
+template <>
+struct Float8<Float8_e4m3fn> : Float8Format<3, 121> {
+  static int32_t beyond() { return smart_autocast::beyond_float8_e4m3fn; }
+};
+
+template <>
+struct Float8<Float8_e5m2> : Float8Format<2, 113> {
+  static int32_t beyond() { return 0x7c; }
+};
 
 template <typename Lanes, typename To, typename From>
 void convert_run(void* to_bytes, const void* from_bytes, int64_t count, bool stream) {
@@ -92,13 +122,17 @@ smart_autocast::ConvertFunction find_from(torch::headeronly::ScalarType from) {
       return convert_run<Lanes, To, Half>;
     case torch::headeronly::ScalarType::BFloat16:
       return convert_run<Lanes, To, BFloat16>;
+    case torch::headeronly::ScalarType::Float8_e4m3fn:
+      return convert_run<Lanes, To, Float8_e4m3fn>;
+    case torch::headeronly::ScalarType::Float8_e5m2:
+      return convert_run<Lanes, To, Float8_e5m2>;
     default:
       return nullptr;
   }
 }
 
-// Every pair of float64, float32, float16 and bfloat16 but equal ones (float64 to itself is no
-// conversion through float32).
+// Every pair of float64, float32, float16, bfloat16 and the two float8 but equal ones (float64 to
+// itself is no conversion through float32).
 template <typename Lanes>
 smart_autocast::ConvertFunction find(torch::headeronly::ScalarType to,
                                      torch::headeronly::ScalarType from) {
@@ -114,6 +148,10 @@ smart_autocast::ConvertFunction find(torch::headeronly::ScalarType to,
       return find_from<Lanes, Half>(from);
     case torch::headeronly::ScalarType::BFloat16:
       return find_from<Lanes, BFloat16>(from);
+    case torch::headeronly::ScalarType::Float8_e4m3fn:
+      return find_from<Lanes, Float8_e4m3fn>(from);
+    case torch::headeronly::ScalarType::Float8_e5m2:
+      return find_from<Lanes, Float8_e5m2>(from);
     default:
       return nullptr;
   }

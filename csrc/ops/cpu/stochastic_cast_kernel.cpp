@@ -28,7 +28,7 @@ struct Stochastic {
   const Loops& loops;
   Grid grid;
   uint64_t seed;
-  ConvertFunction finish;  // from float32 to dtype, or a copy if ATen has to do that
+  ConvertFunction finish;  // from float32 to dtype
 };
 
 void round(const Stochastic& how, const StochasticRun& run, const Stretch& part) {
@@ -47,12 +47,7 @@ void stochastic_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const auto seed = torch::stable::detail::to<int64_t>(stack[2]);
   const auto offset = torch::stable::detail::to<int64_t>(stack[3]);
   check_stochastic_cast(tensors, dtype, offset);
-  ConvertFunction finish = find_convert(dtype, ScalarType::Float);
-  const ScalarType made = finish == nullptr ? ScalarType::Float : dtype;
-  if (finish == nullptr) {
-    finish = find_convert(made, made);
-  }
-  const int32_t code = dtype_code(made);
+  const int32_t code = dtype_code(dtype);
   const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
 
   TensorList results, cast;  // cast: by ATen, which makes them dense
@@ -88,13 +83,8 @@ void stochastic_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const Stochastic how{.loops = find_loops(),
                        .grid = find_grid(dtype),
                        .seed = static_cast<uint64_t>(seed),
-                       .finish = finish};
+                       .finish = find_convert(dtype, ScalarType::Float)};
   share_out(runs, [&](const StochasticRun& run, const Stretch& part) { round(how, run, part); });
-  if (made != dtype) {
-    for (OwnedTensor& result : results) {
-      result = cast_by_aten(result, dtype);
-    }
-  }
   stack[0] = give_list(std::move(results));
 }
 
