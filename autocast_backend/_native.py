@@ -1,12 +1,15 @@
-"""Which kernels run: finds and loads the native libraries, or says exactly why there are none.
+"""Which kernels run on which device: finds and loads the native libraries, or says exactly why there
+are none.
 
 Two libraries can lie beside this file, both built by CMakeLists.txt:
 
 - ``_C.<python tag>.so``: all ops, and the Python module ``autocast_backend._C``;
 - ``libsmart_autocast_cuda.so``: CUDA kernels, loaded only where torch itself has CUDA.
 
-Without the first, the ops are the reference tier (``autocast_backend/ops/reference.py``): plain
-PyTorch, the same results. ``SMART_AUTOCAST_KERNELS=native|triton|reference`` forces a tier.
+Where one of them is not there, a device that Triton compiles for gets the Triton tier
+(``autocast_backend/ops/triton``), and every other one the reference tier
+(``autocast_backend/ops/reference.py``): plain PyTorch. The results are the same.
+``SMART_AUTOCAST_KERNELS=native|triton|reference`` forces a tier.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from . import _triton
+
 TIER_VARIABLE = "SMART_AUTOCAST_KERNELS"
 CUDA_LIBRARY = "libsmart_autocast_cuda.so"
 REBUILD = (
@@ -33,14 +38,28 @@ class KernelTierError(RuntimeError):
     """The kernels asked for are not there; the text says what was found, expected, and to do."""
 
 
+@dataclass(frozen=True)
+class DeviceTier:
+    """The tier of one device type: ``"native"``, ``"triton"`` or ``"reference"``, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelTier:
     """The tier in use and the facts behind the choice; ``smart-autocast info`` prints them."""
 
     name: str
-    """``"native"`` or ``"reference"``."""
+    """``"native"`` where the native library is loaded, ``"triton"`` where that tier is forced, or
+    ``"reference"``."""
     reason: str
     """Why this tier and not another."""
+    devices: dict[str, DeviceTier]
+    """The tier of ``"cpu"`` and of ``"cuda"`` tensors; all other devices have the reference one."""
     library: Path | None = None
     """The native library that was loaded."""
     build_info: dict[str, str] = field(default_factory=dict)
@@ -49,7 +68,7 @@ class KernelTier:
     """The instruction set that native CPU kernels use here: AVX512, AVX2 or DEFAULT."""
     cuda_library: Path | None = None
     """The CUDA library that was loaded."""
-    cuda_reason: str = "the reference tier uses PyTorch's own CUDA kernels"
+    cuda_reason: str = "it comes with the native library"
     """Why the CUDA library was loaded, or not."""
 
 
@@ -73,12 +92,13 @@ def load() -> KernelTier:
             "unset it to take the best tier there is"
         )
     if wanted == "triton":
-        raise KernelTierError(
-            f"{TIER_VARIABLE}=triton: there are no Triton kernels. The smart casts are composite "
-            "ops over aten::to and need none; unset the variable, or use native or reference"
-        )
+        return _forced_triton()
+    forced = f"{TIER_VARIABLE}={wanted}"
     if wanted == "reference":
-        return KernelTier(name="reference", reason=f"{TIER_VARIABLE}=reference")
+        tier = DeviceTier("reference", forced)
+        return KernelTier(
+            name=tier.name, reason=tier.reason, devices={"cpu": tier, "cuda": tier}
+        )
 
     folder = Path(__file__).parent
     library = folder / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
@@ -86,9 +106,17 @@ def load() -> KernelTier:
     if problem is None:
         cuda_library, cuda_reason = _load_cuda(folder / CUDA_LIBRARY, required=wanted == "native")
         module = importlib.import_module("autocast_backend._C")
+        cpu = DeviceTier("native", forced if wanted else "the native library loads")
+        if cuda_library is not None:
+            cuda = DeviceTier("native", "the CUDA library loads")
+        elif wanted == "native":
+            cuda = DeviceTier("reference", f"the CUDA library is {cuda_reason}; {forced}")
+        else:
+            cuda = _without_native_cuda(f"the CUDA library is {cuda_reason}")
         return KernelTier(
-            name="native",
-            reason=f"{TIER_VARIABLE}=native" if wanted else "the native library loads",
+            name=cpu.name,
+            reason=cpu.reason,
+            devices={"cpu": cpu, "cuda": cuda},
             library=library,
             build_info=module.build_info(),
             cpu_capability=module.cpu_capability(),
@@ -96,12 +124,38 @@ def load() -> KernelTier:
             cuda_reason=cuda_reason,
         )
     if wanted == "native":
-        raise KernelTierError(f"{TIER_VARIABLE}=native: {problem}; {REBUILD}")
+        raise KernelTierError(f"{forced}: {problem}; {REBUILD}")
     if any(folder.glob("_C.*.so")):  # A library that is broken, not one that was never built.
         warnings.warn(
             f"smart_autocast runs without native kernels: {problem}; {REBUILD}", stacklevel=2
         )
-    return KernelTier(name="reference", reason=f"{problem}; {REBUILD}")
+    cpu = DeviceTier("reference", f"{problem}; {REBUILD}")
+    cuda = _without_native_cuda("there is no native library that loads")
+    return KernelTier(name=cpu.name, reason=cpu.reason, devices={"cpu": cpu, "cuda": cuda})
+
+
+def _without_native_cuda(why: str) -> DeviceTier:
+    """The tier of CUDA devices that no native library serves."""
+    problem = _triton.problem_with_cuda()
+    if problem is None:
+        return DeviceTier("triton", f"{why}; Triton compiles for CUDA")
+    return DeviceTier("reference", f"{why}; no Triton: {problem}")
+
+
+def _forced_triton() -> KernelTier:
+    forced = f"{TIER_VARIABLE}=triton"
+    problem = _triton.problem_where_forced()
+    if problem is not None:
+        raise KernelTierError(
+            f"{forced}: {problem}; or unset {TIER_VARIABLE} to take the best tier there is"
+        )
+    if _triton.interpreted():
+        cpu = DeviceTier("triton", f"{forced}, {_triton.INTERPRETER_VARIABLE}=1: interpreted")
+        cuda = DeviceTier("reference", "Triton's interpreter is for tensors on the CPU")
+    else:
+        cpu = DeviceTier("reference", "Triton compiles for no CPU")
+        cuda = DeviceTier("triton", forced)
+    return KernelTier(name="triton", reason=forced, devices={"cpu": cpu, "cuda": cuda})
 
 
 def _problem_with(library: Path) -> str | None:

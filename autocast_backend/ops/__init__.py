@@ -29,6 +29,11 @@ _cast_with_stats.register(_library)
 _multi_cast.register()
 _stochastic_cast.register(_library)
 _unscale_cast.register(_library)
+for _device_type, _tier in KERNEL_TIER.devices.items():
+    if _tier.name == "triton":
+        from . import triton
+
+        triton.register(_library, _device_type.upper())
 
 # After the ops exist: these functions look them up when they are imported.
 from .casts import CastStats, UnscaledGrads, cast_with_stats, multi_cast, unscale_cast  # noqa: E402
@@ -42,10 +47,11 @@ from .smart_casts import (  # noqa: E402
 
 
 def kernels() -> _native.KernelTier:
-    """The tier of kernels in use, why it is that one, and what it was built with.
+    """The tier of kernels in use, why it is that one, and what it was built with; in its ``devices``
+    the same for each device type.
 
-    ``SMART_AUTOCAST_KERNELS=native`` or ``reference`` forces one when the package is first used;
-    one that is not there is an error then, with the reason.
+    ``SMART_AUTOCAST_KERNELS=native``, ``triton`` or ``reference`` forces one when the package is
+    first used; one that is not there is an error then, with the reason.
     """
     return KERNEL_TIER
 

@@ -175,7 +175,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _check_no_overlap(tensors: list[Tensor], out: list[Tensor]) -> None:
+def check_no_overlap(tensors: list[Tensor], out: list[Tensor]) -> None:
     ranges = [(*_byte_range(tensor), False) for tensor in tensors if tensor.numel() > 0]
     ranges += [(*_byte_range(tensor), True) for tensor in out if tensor.numel() > 0]
     read_until = written_until = 0
@@ -199,7 +199,7 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
     check_multi_cast_out(tensors, dtype, out)
-    _check_no_overlap(tensors, out)
+    check_no_overlap(tensors, out)
     for tensor, result in zip(tensors, out, strict=True):
         result.copy_(tensor)
 

@@ -61,7 +61,10 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_value_as_to_rounds_it(source: torch.dtype, target: torch.dtype) -> None:
     tensor = patterns(source)
     (result,) = multi_cast([tensor], target)
-    assert_same(result, tensor.to(target, copy=True))
+    # Interpreted on the CPU, Triton's kernels make the NaNs that PyTorch makes on a GPU.
+    interpreted = KERNEL_TIER.devices["cpu"].name == "triton"
+    same = assert_same_numbers if interpreted else assert_same
+    same(result, tensor.to(target, copy=True))
 
 
 @pytest.mark.parametrize("target", FLOATS)

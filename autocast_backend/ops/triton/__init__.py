@@ -1,0 +1,23 @@
+"""The Triton tier: the ops on devices for which no native library is there.
+
+Importing this does not import Triton; the first call of an op does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import ops
+
+KERNELS = {
+    "cast": ops.cast,
+    "multi_cast": ops.multi_cast,
+    "multi_cast.out": ops.multi_cast_out,
+    "cast_with_stats": ops.cast_with_stats,
+}
+
+
+def register(library: torch.library.Library, dispatch_key: str) -> None:
+    """Registers all of the tier's kernels for a device; the ops must be defined already."""
+    for name, kernel in KERNELS.items():
+        library.impl(name, kernel, dispatch_key)

@@ -1,0 +1,137 @@
+"""What runs on the device, in Triton: importing this imports Triton.
+
+All rounding to bfloat16 is integer arithmetic: Triton's interpreter, which the tests run on, rounds
+float32 to bfloat16 otherwise than PyTorch does (3.7.1), and so the code that is tested is the code
+that runs. bfloat16 therefore goes through memory as int16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WIDTH = tl.constexpr(8)  # elements a thread takes side by side: 16 bytes of the 16-bit dtypes
+ROW = tl.constexpr(4)  # int64 in a table for each tensor
+
+
+@triton.jit
+def load(pointer, mask, DTYPE: tl.constexpr):
+    """Elements in float64 where that is what they are, else, exactly, in float32."""
+    value = tl.load(pointer, mask=mask, other=0)
+    if DTYPE == tl.bfloat16:
+        value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        value = value.to(tl.float32)
+    return value
+
+
+@triton.jit
+def bfloat16_bits(value):
+    """float32 rounded to nearest even, as int32 below 2**16; NaNs become 0x7fff, as
+    cvt.rn.bf16.f32 makes them, and with it PyTorch on a GPU."""
+    bits = value.to(tl.int32, bitcast=True)
+    # The carry out of the fraction goes into the exponent, up to infinity, as it should.
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(value != value, 0x7FFF, rounded & 0xFFFF)
+
+
+@triton.jit
+def convert(value, TO: tl.constexpr):
+    """What `load` gave, as it is stored; float64 is rounded to float32 first, as PyTorch does."""
+    if TO == tl.bfloat16:
+        result = bfloat16_bits(value.to(tl.float32)).to(tl.int16)
+    elif TO == tl.float16:
+        result = value.to(tl.float32).to(tl.float16)
+    else:
+        result = value.to(TO)
+    return result
+
+
+@triton.jit
+def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to DTYPE from an integer; ALIGNED: a multiple of 16 bytes."""
+    if DTYPE == tl.bfloat16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def cast_lanes(to, source, lanes, mask, TO: tl.constexpr, FROM: tl.constexpr):
+    tl.store(to + lanes, convert(load(source + lanes, mask, FROM), TO), mask=mask)
+
+
+@triton.jit
+def cast_tile(
+    to,
+    source,
+    rest,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first min(rest, TILE) elements from `source` on."""
+    lanes = tl.max_contiguous(tl.arange(0, TILE), TILE)
+    if ALIGNED:
+        # One truth for all of a vector, or it would be loaded one element at a time.
+        cast_lanes(to, source, lanes, lanes // WIDTH < rest // WIDTH, TO, FROM)
+        if rest < TILE:
+            tail = rest // WIDTH * WIDTH
+            few = tl.arange(0, WIDTH)
+            cast_lanes(to + tail, source + tail, few, few < rest - tail, TO, FROM)
+    else:
+        cast_lanes(to, source, lanes, lanes < rest, TO, FROM)
+
+
+@triton.jit(do_not_specialize=["to", "source", "count"])
+def cast_kernel(
+    to,
+    source,
+    count,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tensor, a tile for each program. `to` and `source` are addresses."""
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    to = pointer_to(to, TO, ALIGNED) + begin
+    source = pointer_to(source, FROM, ALIGNED) + begin
+    cast_tile(to, source, count - begin, TO, FROM, ALIGNED, TILE)
+
+
+@triton.jit
+def find_row(table, size, tile):
+    """The row of the tensor that a tile belongs to: the last one whose first tile is not after."""
+    low = 0
+    high = size
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(table + middle * ROW) <= tile:
+            low = middle
+        else:
+            high = middle
+    return table + low * ROW
+
+
+@triton.jit(do_not_specialize=["size"])
+def multi_cast_kernel(
+    table,
+    size,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Many tensors, a tile for each program. `table` has a row for each of `size` tensors: its
+    first tile in the order of all, the addresses it goes to and comes from, its elements."""
+    tile = tl.program_id(0).to(tl.int64)
+    row = find_row(table, size, tile)
+    begin = (tile - tl.load(row)) * TILE
+    to = pointer_to(tl.load(row + 1), TO, ALIGNED) + begin
+    source = pointer_to(tl.load(row + 2), FROM, ALIGNED) + begin
+    cast_tile(to, source, tl.load(row + 3) - begin, TO, FROM, ALIGNED, TILE)

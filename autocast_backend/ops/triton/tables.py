@@ -1,0 +1,56 @@
+"""Tables of the tensors that one launch casts, in the memory of the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TABLES_KEPT = 64
+"""How many tables stay on the device for calls with the same tensors: of 32 bytes a tensor."""
+
+
+def rows(tensors: Sequence[tuple[int, int, int]], tile: int) -> tuple[tuple[int, ...], int]:
+    """The rows of a table, end to end, and how many tiles there are in all.
+
+    Args:
+        tensors: for each the address it goes to, the one it comes from, and its elements.
+        tile: elements in a tile; the last one of a tensor may have fewer.
+    """
+    numbers: list[int] = []
+    tiles = 0
+    for to, source, count in tensors:
+        numbers += (tiles, to, source, count)
+        tiles += -(-count // tile)
+    return tuple(numbers), tiles
+
+
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A table that holds `numbers`, int64, for kernels on the current stream.
+
+    Where nothing is captured it is copied from page-locked memory, and kept for the next call with
+    the same numbers. A CUDA graph would copy again from that memory whenever it is replayed, and
+    use a table that may be gone: there the numbers travel as arguments of kernels, which are part
+    of the graph, and write the table, which is in the graph's memory, before each use.
+    """
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    if not torch.cuda.is_current_stream_capturing():
+        return _kept(numbers, device, torch.cuda.current_stream(device).cuda_stream)
+    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    write_by_arguments(table, numbers)
+    return table
+
+
+@functools.lru_cache(TABLES_KEPT)
+def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    # One for each stream: only there is the copy done before the kernels that read it.
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def write_by_arguments(table: Tensor, numbers: Sequence[int]) -> None:
+    """Writes `numbers` by kernels that have them as arguments: about 100 for each."""
+    table.zero_()
+    torch._foreach_add_(table.unbind(), list(numbers))
