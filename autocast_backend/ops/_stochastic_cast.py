@@ -5,7 +5,7 @@ What it computes is the comment at its schema, in ``csrc/ops/stochastic_cast.cpp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,8 +49,7 @@ def stochastic_cast(
 ) -> list[Tensor]:
     check(tensors, dtype, offset)
     results = []
-    first = offset
-    for tensor in tensors:
+    for tensor, first in zip(tensors, first_counters(tensors, offset), strict=True):
         # Its elements in the order in which they lie in the result.
         numbers = tensor.to(torch.float32, copy=True)
         run = numbers.as_strided((numbers.numel(),), (1,))
@@ -58,8 +57,14 @@ def stochastic_cast(
         words = philox(counters, seed).flatten()[: numbers.numel()]
         run.copy_(round_to_grid(run, words, GRIDS[dtype]))
         results.append(numbers.to(dtype))
-        first = _wrapped(first + _counters(tensor))
     return results
+
+
+def first_counters(tensors: list[Tensor], offset: int) -> Iterator[int]:
+    """The counter that each tensor begins with, as an int64."""
+    for tensor in tensors:
+        yield offset
+        offset = _wrapped(offset + _counters(tensor))
 
 
 def _wrapped(number: int) -> int:

@@ -45,9 +45,14 @@ def check(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
             )
 
 
+def inverse_of(scale: Tensor) -> Tensor:
+    """What gradients are multiplied with: float32, of no dimensions."""
+    return scale.double().reciprocal().float().reshape(())
+
+
 def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
     check(grads, scale, dtype)
-    inverse = scale.double().reciprocal().float().reshape(())
+    inverse = inverse_of(scale)
     found = scale.new_zeros(1)
     results = []
     for grad in grads:

@@ -14,6 +14,8 @@ KERNELS = {
     "multi_cast": ops.multi_cast,
     "multi_cast.out": ops.multi_cast_out,
     "cast_with_stats": ops.cast_with_stats,
+    "unscale_cast": ops.unscale_cast,
+    "stochastic_cast": ops.stochastic_cast,
 }
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 WIDTH = tl.constexpr(8)  # elements a thread takes side by side: 16 bytes of the 16-bit dtypes
-ROW = tl.constexpr(4)  # int64 in a table for each tensor
+ROW = tl.constexpr(5)  # int64 in a table for each tensor
 
 
 @triton.jit
@@ -60,8 +60,20 @@ def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def cast_lanes(to, source, lanes, mask, TO: tl.constexpr, FROM: tl.constexpr):
-    tl.store(to + lanes, convert(load(source + lanes, mask, FROM), TO), mask=mask)
+def main_mask(lanes, rest, ALIGNED: tl.constexpr):
+    """Which of a tile's lanes are among the `rest` elements. ALIGNED: one truth for all of a
+    vector, or it would be loaded one element at a time, and less than
+    one vector is left for later."""
+    if ALIGNED:
+        mask = lanes // WIDTH < rest // WIDTH
+    else:
+        mask = lanes < rest
+    return mask
+
+
+@triton.jit
+def cast_lanes(to, source, mask, TO: tl.constexpr, FROM: tl.constexpr):
+    tl.store(to, convert(load(source, mask, FROM), TO), mask=mask)
 
 
 @triton.jit
@@ -76,15 +88,10 @@ def cast_tile(
 ):
     """The first min(rest, TILE) elements from `source` on."""
     lanes = tl.max_contiguous(tl.arange(0, TILE), TILE)
-    if ALIGNED:
-        # One truth for all of a vector, or it would be loaded one element at a time.
-        cast_lanes(to, source, lanes, lanes // WIDTH < rest // WIDTH, TO, FROM)
-        if rest < TILE:
-            tail = rest // WIDTH * WIDTH
-            few = tl.arange(0, WIDTH)
-            cast_lanes(to + tail, source + tail, few, few < rest - tail, TO, FROM)
-    else:
-        cast_lanes(to, source, lanes, lanes < rest, TO, FROM)
+    cast_lanes(to + lanes, source + lanes, main_mask(lanes, rest, ALIGNED), TO, FROM)
+    if ALIGNED and rest < TILE:
+        few = rest // WIDTH * WIDTH + tl.arange(0, WIDTH)
+        cast_lanes(to + few, source + few, few < rest, TO, FROM)
 
 
 @triton.jit(do_not_specialize=["to", "source", "count"])
@@ -105,9 +112,20 @@ def cast_kernel(
 
 
 @triton.jit
-def find_row(table, size, tile):
-    """The row of the tensor that a tile belongs to: the last one whose first tile is not after."""
-    low = 0
+def find_tile(
+    table, size, TO: tl.constexpr, FROM: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):
+    """What this program's tile is, by a table of `size` tensors.
+
+    A row of it: the tensor's first tile, in the order of all; its elements; the addresses it goes
+    to and comes from; one number more.
+
+    Returns:
+        Where the tile goes to and comes from, how many elements the tensor has from there on, how
+        many it has before, and the number.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    low = 0  # The tensor is the last one whose first tile is not after this one.
     high = size
     while high - low > 1:
         middle = (low + high) // 2
@@ -115,7 +133,12 @@ def find_row(table, size, tile):
             low = middle
         else:
             high = middle
-    return table + low * ROW
+    row = table + low * ROW
+    begin = (tile - tl.load(row)) * TILE
+    rest = tl.load(row + 1) - begin
+    to = pointer_to(tl.load(row + 2), TO, ALIGNED) + begin
+    source = pointer_to(tl.load(row + 3), FROM, ALIGNED) + begin
+    return to, source, rest, begin, tl.load(row + 4)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -127,11 +150,6 @@ def multi_cast_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Many tensors, a tile for each program. `table` has a row for each of `size` tensors: its
-    first tile in the order of all, the addresses it goes to and comes from, its elements."""
-    tile = tl.program_id(0).to(tl.int64)
-    row = find_row(table, size, tile)
-    begin = (tile - tl.load(row)) * TILE
-    to = pointer_to(tl.load(row + 1), TO, ALIGNED) + begin
-    source = pointer_to(tl.load(row + 2), FROM, ALIGNED) + begin
-    cast_tile(to, source, tl.load(row + 3) - begin, TO, FROM, ALIGNED, TILE)
+    """Many tensors, a tile for each program."""
+    to, source, rest, _, _ = find_tile(table, size, TO, FROM, ALIGNED, TILE)
+    cast_tile(to, source, rest, TO, FROM, ALIGNED, TILE)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tables
+from .tables import Row
 
 ALIGNMENT = 16  # bytes that a thread loads or stores at a time
 TILE = 4096  # elements that a program casts: 16 for each of 256 threads
-STATS_TILE = 2048  # fewer, as each has three counters
+STATS_TILE = 2048  # fewer, as each of them has four numbers of its own
 WARPS = 8
 STATS_PROGRAMS_PER_PROCESSOR = 8
 OLDEST_CAPABILITY = (8, 0)
@@ -32,61 +33,14 @@ def compiles_for(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 
 
-@functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType]:
-    from . import kernels, stats_kernel
-
-    return kernels, stats_kernel
-
-
-@functools.cache
-def _dtypes() -> dict[torch.dtype, Any]:
-    import triton.language as tl
-
-    return {
-        torch.float64: tl.float64,
-        torch.float32: tl.float32,
-        torch.float16: tl.float16,
-        torch.bfloat16: tl.bfloat16,
-    }
-
-
-def _variant(to: torch.dtype, source: torch.dtype, *, aligned: bool) -> dict[str, Any]:
-    dtypes = _dtypes()
-    return {"TO": dtypes[to], "FROM": dtypes[source], "ALIGNED": aligned, "num_warps": WARPS}
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Triton launches on the current device, and on its current stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def cast(result: Tensor, tensor: Tensor) -> None:
     """`tensor` into `result`: of one device, one shape and one order in memory, both dense."""
     to, source, count = result.data_ptr(), tensor.data_ptr(), tensor.numel()
     if count == 0:
         return
-    variant = _variant(result.dtype, tensor.dtype, aligned=is_aligned(to, source))
+    variant = _variant(result.dtype, tensor.dtype, is_aligned(to, source), TILE)
     with _current(tensor.device):
-        _kernels()[0].cast_kernel[(-(-count // TILE),)](to, source, count, TILE=TILE, **variant)
-
-
-def multi_cast(
-    tensors: Sequence[tuple[int, int, int]],
-    to: torch.dtype,
-    source: torch.dtype,
-    *,
-    aligned: bool,
-    device: torch.device,
-) -> None:
-    """Many tensors of a dtype: for each the address it goes to, the one it comes from, and its
-    elements, at least one. `aligned`: all of the addresses are."""
-    numbers, tiles = tables.rows(tensors, TILE)
-    with _current(device):
-        table = tables.on_device(numbers, device)
-        _kernels()[0].multi_cast_kernel[(tiles,)](
-            table, len(tensors), TILE=TILE, **_variant(to, source, aligned=aligned)
-        )
+        _kernel("kernels", "cast_kernel")[_tiles(count, TILE),](to, source, count, **variant)
 
 
 def cast_with_stats(result: Tensor, tensor: Tensor, stats: Tensor) -> None:
@@ -94,12 +48,68 @@ def cast_with_stats(result: Tensor, tensor: Tensor, stats: Tensor) -> None:
     to, source, count = result.data_ptr(), tensor.data_ptr(), tensor.numel()
     if count == 0:
         return
-    programs = min(-(-count // STATS_TILE), _stats_programs(tensor.device))
-    variant = _variant(result.dtype, tensor.dtype, aligned=is_aligned(to, source))
+    programs = min(_tiles(count, STATS_TILE), _stats_programs(tensor.device))
+    variant = _variant(result.dtype, tensor.dtype, is_aligned(to, source), STATS_TILE)
     with _current(tensor.device):
-        _kernels()[1].cast_with_stats_kernel[(programs,)](
-            to, source, count, programs * STATS_TILE, stats, TILE=STATS_TILE, **variant
+        _kernel("stats_kernel", "cast_with_stats_kernel")[programs,](
+            to, source, count, programs * STATS_TILE, stats, **variant
         )
+
+
+def over_table(
+    module: str,
+    name: str,
+    rows: Sequence[Row],
+    *arguments: object,
+    to: torch.dtype,
+    source: torch.dtype,
+    device: torch.device,
+    **constants: int,
+) -> None:
+    """A kernel over many dense tensors of one dtype, with what its other parameters are: one launch
+    for those that are aligned, one for those that are not."""
+    for aligned in (True, False):
+        chosen = [row for row in rows if is_aligned(row.to, row.source) == aligned]
+        if not chosen:
+            continue
+        numbers, tiles = tables.layout(chosen, TILE)
+        variant = _variant(to, source, aligned, TILE)
+        with _current(device):
+            table = tables.on_device(numbers, device)
+            _kernel(module, name)[tiles,](table, len(chosen), *arguments, **variant, **constants)
+
+
+@functools.cache
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f".{module}", __package__), name)
+
+
+@functools.cache
+def _variant(to: torch.dtype, source: torch.dtype, aligned: bool, tile: int) -> dict[str, Any]:
+    import triton.language as tl
+
+    dtypes = {
+        torch.float64: tl.float64,
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+    }
+    return {
+        "TO": dtypes[to],
+        "FROM": dtypes[source],
+        "ALIGNED": aligned,
+        "TILE": tile,
+        "num_warps": WARPS,
+    }
+
+
+def _tiles(count: int, tile: int) -> int:
+    return -(-count // tile)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Triton launches on the current device, and on its current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache

@@ -1,17 +1,17 @@
 """The ops as the dispatcher calls them: checks, memory for results, launches.
 
-The dtypes of DTYPES have kernels, for dense tensors; ATen copies the rest.
+The dtypes of DTYPES have kernels, for dense tensors; what else there is, ATen copies.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import _stochastic_cast, _unscale_cast, reference
+from ..stochastic import GRIDS
 from . import launches
+from .tables import Row
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -31,68 +31,34 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _has_kernel(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype in DTYPES and dtype in DTYPES and launches.compiles_for(tensor.device)
+    return (
+        tensor.dtype in DTYPES
+        and dtype in DTYPES
+        and launches.compiles_for(tensor.device)
+        and is_dense(tensor)
+    )
+
+
+class _Rows(dict[torch.dtype, list[Row]]):
+    """What is to be cast, by the dtype it comes from."""
+
+    def add(self, result: Tensor, tensor: Tensor, number: int = 0) -> None:
+        if tensor.numel() > 0:
+            row = Row(tensor.numel(), result.data_ptr(), tensor.data_ptr(), number)
+            self.setdefault(tensor.dtype, []).append(row)
 
 
 def cast(self: Tensor, dtype: torch.dtype) -> Tensor:
-    if not (_has_kernel(self, dtype) and is_dense(self)):
+    if not _has_kernel(self, dtype):
         return reference.cast(self, dtype)
     result = torch.empty_like(self, dtype=dtype)
     launches.cast(result, self)
     return result
 
 
-class _Work:
-    """What is to be cast, in one launch for each dtype it comes from and each alignment."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.tensors: dict[tuple[torch.dtype, bool], list[tuple[int, int, int]]] = defaultdict(list)
-
-    def add(self, result: Tensor, tensor: Tensor) -> None:
-        count = tensor.numel()
-        if count > 0:
-            to, source = result.data_ptr(), tensor.data_ptr()
-            self.tensors[tensor.dtype, launches.is_aligned(to, source)].append((to, source, count))
-
-    def run(self, device: torch.device) -> None:
-        for (source, aligned), tensors in self.tensors.items():
-            launches.multi_cast(tensors, self.dtype, source, aligned=aligned, device=device)
-
-
-def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    reference.check_multi_cast(tensors, dtype)
-    work = _Work(dtype)
-    results = []
-    for tensor in tensors:
-        if _has_kernel(tensor, dtype) and is_dense(tensor):
-            result = torch.empty_like(tensor, dtype=dtype)
-            work.add(result, tensor)
-        else:
-            result = tensor.to(dtype, copy=True)
-        results.append(result)
-    if tensors:
-        work.run(tensors[0].device)
-    return results
-
-
-def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
-    reference.check_multi_cast_out(tensors, dtype, out)
-    reference.check_no_overlap(tensors, out)
-    work = _Work(dtype)
-    for tensor, result in zip(tensors, out, strict=True):
-        same_order = tensor.stride() == result.stride()
-        if same_order and _has_kernel(tensor, dtype) and is_dense(tensor):
-            work.add(result, tensor)
-        else:
-            result.copy_(tensor)
-    if tensors:
-        work.run(tensors[0].device)
-
-
 def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     reference.check_cast_with_stats(self, dtype)
-    if not _has_kernel(self, dtype):
+    if not launches.compiles_for(self.device):
         return reference.cast_with_stats(self, dtype)
     # What is not dense is copied first, to the strides that the result has.
     dense = self if is_dense(self) else self.clone()
@@ -100,3 +66,106 @@ def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     stats = torch.zeros(4, dtype=torch.float64, device=self.device)
     launches.cast_with_stats(result, dense, stats)
     return result, stats
+
+
+def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    reference.check_multi_cast(tensors, dtype)
+    rows = _Rows()
+    results = []
+    for tensor in tensors:
+        if _has_kernel(tensor, dtype):
+            result = torch.empty_like(tensor, dtype=dtype)
+            rows.add(result, tensor)
+        else:
+            result = tensor.to(dtype, copy=True)
+        results.append(result)
+    _multi_cast(rows, dtype, tensors)
+    return results
+
+
+def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
+    reference.check_multi_cast_out(tensors, dtype, out)
+    reference.check_no_overlap(tensors, out)
+    rows = _Rows()
+    for tensor, result in zip(tensors, out, strict=True):
+        if tensor.stride() == result.stride() and _has_kernel(tensor, dtype):
+            rows.add(result, tensor)
+        else:
+            result.copy_(tensor)
+    _multi_cast(rows, dtype, tensors)
+
+
+def _multi_cast(rows: _Rows, dtype: torch.dtype, tensors: list[Tensor]) -> None:
+    for source, some in rows.items():
+        launches.over_table(
+            "kernels",
+            "multi_cast_kernel",
+            some,
+            to=dtype,
+            source=source,
+            device=tensors[0].device,
+        )
+
+
+def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> _unscale_cast.Unscaled:
+    _unscale_cast.check(grads, scale, dtype)
+    if not launches.compiles_for(scale.device):
+        return _unscale_cast.unscale_cast(grads, scale, dtype)
+    inverse = _unscale_cast.inverse_of(scale)
+    found = scale.new_zeros(1)
+    rows = _Rows()
+    results = []
+    for grad in grads:
+        if _has_kernel(grad, dtype):
+            result = torch.empty_like(grad, dtype=dtype)
+            rows.add(result, grad)
+        else:
+            result = grad.to(dtype, copy=True)
+            rows.add(result, result)
+        results.append(result)
+    for source, some in rows.items():
+        launches.over_table(
+            "unscale_kernel",
+            "unscale_cast_kernel",
+            some,
+            inverse,
+            found,
+            to=dtype,
+            source=source,
+            device=scale.device,
+        )
+    return results, found
+
+
+def stochastic_cast(
+    tensors: list[Tensor], dtype: torch.dtype, seed: int, offset: int
+) -> list[Tensor]:
+    _stochastic_cast.check(tensors, dtype, offset)
+    if not tensors or not launches.compiles_for(tensors[0].device):
+        return _stochastic_cast.stochastic_cast(tensors, dtype, seed, offset)
+    # To float8 by way of the numbers of float32 that it has.
+    to = dtype if dtype in DTYPES else torch.float32
+    # What is new among these has to live until the kernels are launched.
+    sources = [
+        tensor if _has_kernel(tensor, to) else tensor.to(torch.float32, copy=True)
+        for tensor in tensors
+    ]
+    results = [torch.empty_like(source, dtype=to) for source in sources]
+    rows = _Rows()
+    counters = _stochastic_cast.first_counters(tensors, offset)
+    for result, source, counter in zip(results, sources, counters, strict=True):
+        rows.add(result, source, counter)
+    grid = GRIDS[dtype]
+    for source_dtype, some in rows.items():
+        launches.over_table(
+            "stochastic_kernel",
+            "stochastic_cast_kernel",
+            some,
+            seed,
+            to=to,
+            source=source_dtype,
+            device=tensors[0].device,
+            FRACTION=grid.fraction,
+            BOTTOM=grid.bottom,
+        )
+    return results if to == dtype else [result.to(dtype) for result in results]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import WIDTH, convert, load, pointer_to
+from .kernels import WIDTH, convert, load, main_mask, pointer_to
 
 
 @triton.jit
@@ -66,10 +66,7 @@ def cast_with_stats_kernel(
     begin = tl.program_id(0).to(tl.int64) * TILE
     while begin < count:
         rest = count - begin
-        if ALIGNED:
-            mask = lanes // WIDTH < rest // WIDTH
-        else:
-            mask = lanes < rest
+        mask = main_mask(lanes, rest, ALIGNED)
         a, o, u, n = cast_and_count(to + begin + lanes, source + begin + lanes, mask, TO, FROM)
         amax = tl.maximum(amax, a)
         overflows += o
@@ -78,9 +75,6 @@ def cast_with_stats_kernel(
         begin += tl.multiple_of(stride, TILE)
     add_up(stats, amax, overflows, underflows, nans)
     if ALIGNED and tl.program_id(0) == 0:
-        few = tl.arange(0, WIDTH)
-        tail = count // WIDTH * WIDTH
-        a, o, u, n = cast_and_count(
-            to + tail + few, source + tail + few, few < count - tail, TO, FROM
-        )
+        few = count // WIDTH * WIDTH + tl.arange(0, WIDTH)
+        a, o, u, n = cast_and_count(to + few, source + few, few < count, TO, FROM)
         add_up(stats, a, o, u, n)

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 TABLES_KEPT = 64
-"""How many tables stay on the device for calls with the same tensors: of 32 bytes a tensor."""
+"""How many tables stay on the device for calls with the same tensors: 40 bytes of each tensor."""
 
 
-def rows(tensors: Sequence[tuple[int, int, int]], tile: int) -> tuple[tuple[int, ...], int]:
-    """The rows of a table, end to end, and how many tiles there are in all.
+@dataclass(frozen=True)
+class Row:
+    """One tensor."""
+
+    count: int
+    """Its elements, at least one."""
+    to: int
+    """The address it goes to."""
+    source: int
+    """The address it comes from."""
+    number: int = 0
+    """For `stochastic_cast`, its first counter."""
+
+
+def layout(rows: Sequence[Row], tile: int) -> tuple[tuple[int, ...], int]:
+    """The table as the kernels read it (`kernels.find_tile`), and how many tiles there are in all.
 
     Args:
-        tensors: for each the address it goes to, the one it comes from, and its elements.
+        rows: the tensors.
         tile: elements in a tile; the last one of a tensor may have fewer.
     """
     numbers: list[int] = []
     tiles = 0
-    for to, source, count in tensors:
-        numbers += (tiles, to, source, count)
-        tiles += -(-count // tile)
+    for row in rows:
+        numbers += (tiles, row.count, row.to, row.source, row.number)
+        tiles += -(-row.count // tile)
     return tuple(numbers), tiles
 
 
