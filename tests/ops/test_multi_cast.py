@@ -312,12 +312,12 @@ def test_threads(threads: int) -> None:
 
 def _cast_in_child(queue: Any) -> None:
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-    (result,) = multi_cast([torch.full((100000,), 3.0)], bf16)
+    (result,) = op([torch.full((100000,), 3.0)], bf16)
     queue.put(float(result.double().sum()))
 
 
 def test_fork_after_use() -> None:
-    multi_cast([torch.empty(1 << 20)], bf16)
+    op([torch.empty(1 << 20)], bf16)
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=_cast_in_child, args=(queue,))

@@ -38,7 +38,7 @@ def test_kernel_is_registered() -> None:
 )
 def test_every_value(source: torch.dtype, target: torch.dtype) -> None:
     tensor = patterns(source).cuda()
-    (result,) = multi_cast([tensor], target)
+    (result,) = op([tensor], target)
     assert_same_numbers(result, tensor.to(target, copy=True))
 
 
@@ -107,7 +107,7 @@ def test_runs_on_the_current_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         tensor.fill_(3)
-        (result,) = multi_cast([tensor], bf16)
+        (result,) = op([tensor], bf16)
     stream.synchronize()
     assert torch.equal(result, torch.full_like(result, 3))
 
@@ -158,7 +158,7 @@ def test_more_elements_than_32_bits() -> None:
     tensor = torch.zeros(size, dtype=bf16, device="cuda")
     tensor[-5:] = torch.arange(5, device="cuda")
     tensor[2**31 - 2 : 2**31 + 2] = 7
-    (result,) = multi_cast([tensor], f16)
+    (result,) = op([tensor], f16)
     assert torch.equal(result[-5:], tensor[-5:].to(f16))
     assert torch.equal(result[2**31 - 2 : 2**31 + 2], torch.full_like(result[:4], 7))
     assert result.sum(dtype=f64).item() == 10 + 28

@@ -15,6 +15,7 @@ from autocast_backend import multi_cast
 from autocast_backend.ops import KERNEL_TIER
 from tests.ops.smart_cast_suite import assert_same
 
+op = torch.ops.smart_autocast.multi_cast.default
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOATS = [f64, f32, f16, bf16, e4m3, e5m2]
@@ -60,7 +61,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("source", FLOATS)
 def test_every_value_as_to_rounds_it(source: torch.dtype, target: torch.dtype) -> None:
     tensor = patterns(source)
-    (result,) = multi_cast([tensor], target)
+    (result,) = op([tensor], target)  # the function casts one tensor by aten::to
     # Interpreted on the CPU, Triton's kernels make the NaNs that PyTorch makes on a GPU.
     interpreted = KERNEL_TIER.devices["cpu"].name == "triton"
     same = assert_same_numbers if interpreted else assert_same
@@ -146,7 +147,7 @@ def test_against_numpy(source: torch.dtype, target: torch.dtype) -> None:
     values = tensor.double().numpy()
     with np.errstate(invalid="ignore"):
         wanted = rounded(values, FORMATS[target])
-    (result,) = multi_cast([tensor], target)
+    (result,) = op([tensor], target)
     actual = result.double().numpy()
     np.testing.assert_array_equal(actual, wanted)  # NaNs equal NaNs
     number = ~np.isnan(wanted)
@@ -199,7 +200,7 @@ def test_more_elements_than_32_bits() -> None:
     last = torch.arange(5.0).to(e5m2)
     tensor[-5:] = last
     tensor[2**31 - 2 : 2**31 + 2] = 7
-    first, (result,) = multi_cast([last], bf16), multi_cast([tensor], bf16)
+    first, (result,) = op([last], bf16), op([tensor], bf16)
     assert torch.equal(result[-5:], first[0])
     assert torch.equal(result[2**31 - 2 : 2**31 + 2], torch.full((4,), 7.0, dtype=bf16))
     assert result.count_nonzero() == 4 + 4
