@@ -10,7 +10,6 @@ import torch
 from . import ops
 
 KERNELS = {
-    "cast": ops.cast,
     "multi_cast": ops.multi_cast,
     "multi_cast.out": ops.multi_cast_out,
     "cast_with_stats": ops.cast_with_stats,

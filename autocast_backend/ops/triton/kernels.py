@@ -94,23 +94,6 @@ def cast_tile(
         cast_lanes(to + few, source + few, few < rest, TO, FROM)
 
 
-@triton.jit(do_not_specialize=["to", "source", "count"])
-def cast_kernel(
-    to,
-    source,
-    count,
-    TO: tl.constexpr,
-    FROM: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One tensor, a tile for each program. `to` and `source` are addresses."""
-    begin = tl.program_id(0).to(tl.int64) * TILE
-    to = pointer_to(to, TO, ALIGNED) + begin
-    source = pointer_to(source, FROM, ALIGNED) + begin
-    cast_tile(to, source, count - begin, TO, FROM, ALIGNED, TILE)
-
-
 @triton.jit
 def find_tile(
     table, size, TO: tl.constexpr, FROM: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr

@@ -33,18 +33,9 @@ def compiles_for(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
 
 
-def cast(result: Tensor, tensor: Tensor) -> None:
-    """`tensor` into `result`: of one device, one shape and one order in memory, both dense."""
-    to, source, count = result.data_ptr(), tensor.data_ptr(), tensor.numel()
-    if count == 0:
-        return
-    variant = _variant(result.dtype, tensor.dtype, is_aligned(to, source), TILE)
-    with _current(tensor.device):
-        _kernel("kernels", "cast_kernel")[_tiles(count, TILE),](to, source, count, **variant)
-
-
 def cast_with_stats(result: Tensor, tensor: Tensor, stats: Tensor) -> None:
-    """As `cast`; adds the numbers to `stats`, four zeros in float64."""
+    """`tensor` into `result`, of one device, one shape and one order in memory, both dense; adds
+    the numbers to `stats`, four zeros in float64."""
     to, source, count = result.data_ptr(), tensor.data_ptr(), tensor.numel()
     if count == 0:
         return

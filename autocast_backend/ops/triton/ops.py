@@ -48,14 +48,6 @@ class _Rows(dict[torch.dtype, list[Row]]):
             self.setdefault(tensor.dtype, []).append(row)
 
 
-def cast(self: Tensor, dtype: torch.dtype) -> Tensor:
-    if not _has_kernel(self, dtype):
-        return reference.cast(self, dtype)
-    result = torch.empty_like(self, dtype=dtype)
-    launches.cast(result, self)
-    return result
-
-
 def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     reference.check_cast_with_stats(self, dtype)
     if not launches.compiles_for(self.device):
