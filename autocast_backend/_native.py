@@ -1,5 +1,5 @@
-"""Which kernels run on which device: finds and loads the native libraries, or says exactly why there
-are none.
+"""Which kernels run on which device: finds and loads the native libraries, or says exactly why
+there are none.
 
 Two libraries can lie beside this file, both built by CMakeLists.txt:
 
@@ -96,9 +96,7 @@ def load() -> KernelTier:
     forced = f"{TIER_VARIABLE}={wanted}"
     if wanted == "reference":
         tier = DeviceTier("reference", forced)
-        return KernelTier(
-            name=tier.name, reason=tier.reason, devices={"cpu": tier, "cuda": tier}
-        )
+        return KernelTier(name=tier.name, reason=tier.reason, devices={"cpu": tier, "cuda": tier})
 
     folder = Path(__file__).parent
     library = folder / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"

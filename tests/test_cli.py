@@ -14,6 +14,8 @@ def test_info_prints_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {name: value.strip() for name, value in lines.items()}
     assert facts["torch"].startswith(torch.__version__)
     assert facts["kernel tier"] == f"{KERNEL_TIER.name}: {KERNEL_TIER.reason}"
+    for device, tier in KERNEL_TIER.devices.items():
+        assert facts[f"kernels on {device}"] == f"{tier.name}: {tier.reason}"
     assert facts["native library"] == str(KERNEL_TIER.library or "none")
     assert KERNEL_TIER.cuda_reason in facts["CUDA library"]
     assert facts["backend"] == "autocast_backend.backend:smart_autocast"
@@ -21,12 +23,12 @@ def test_info_prints_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_info_of_a_tier_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMART_AUTOCAST_KERNELS", "triton")
+    monkeypatch.setenv("SMART_AUTOCAST_KERNELS", "fastest")
     command = [sys.executable, "-m", "autocast_backend.cli", "info"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr.startswith("smart-autocast: SMART_AUTOCAST_KERNELS=triton: there are no")
+    assert result.stderr.startswith("smart-autocast: SMART_AUTOCAST_KERNELS must be native, triton")
 
 
 def test_policies_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,8 +47,8 @@ from .smart_casts import (  # noqa: E402
 
 
 def kernels() -> _native.KernelTier:
-    """The tier of kernels in use, why it is that one, and what it was built with; in its ``devices``
-    the same for each device type.
+    """The tier of kernels in use, why it is that one, and what it was built with; its ``devices``
+    has the tier of each device type, and why.
 
     ``SMART_AUTOCAST_KERNELS=native``, ``triton`` or ``reference`` forces one when the package is
     first used; one that is not there is an error then, with the reason.

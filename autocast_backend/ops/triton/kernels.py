@@ -18,9 +18,9 @@ ROW = tl.constexpr(5)  # int64 in a table for each tensor
 def load(pointer, mask, DTYPE: tl.constexpr):
     """Elements in float64 where that is what they are, else, exactly, in float32."""
     value = tl.load(pointer, mask=mask, other=0)
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif DTYPE == tl.float16:
+    elif tl.float16 == DTYPE:
         value = value.to(tl.float32)
     return value
 
@@ -50,7 +50,7 @@ def convert(value, TO: tl.constexpr):
 @triton.jit
 def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer to DTYPE from an integer; ALIGNED: a multiple of 16 bytes."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         pointer = address.to(tl.pointer_type(tl.int16))
     else:
         pointer = address.to(tl.pointer_type(DTYPE))

@@ -39,11 +39,12 @@ def cast_with_stats(result: Tensor, tensor: Tensor, stats: Tensor) -> None:
     to, source, count = result.data_ptr(), tensor.data_ptr(), tensor.numel()
     if count == 0:
         return
-    programs = min(_tiles(count, STATS_TILE), _stats_programs(tensor.device))
+    tiles = -(-count // STATS_TILE)
+    programs = min(tiles, _stats_programs(tensor.device))
     variant = _variant(result.dtype, tensor.dtype, is_aligned(to, source), STATS_TILE)
     with _current(tensor.device):
         _kernel("stats_kernel", "cast_with_stats_kernel")[programs,](
-            to, source, count, programs * STATS_TILE, stats, **variant
+            to, source, count, tiles, stats, **variant
         )
 
 
@@ -92,10 +93,6 @@ def _variant(to: torch.dtype, source: torch.dtype, aligned: bool, tile: int) -> 
         "TILE": tile,
         "num_warps": WARPS,
     }
-
-
-def _tiles(count: int, tile: int) -> int:
-    return -(-count // tile)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -43,19 +43,19 @@ def add_up(stats, amax, overflows, underflows, nans):
     tl.atomic_add(stats + 3, tl.sum(nans.to(tl.int64), 0).to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["to", "source", "count", "stride"])
+@triton.jit(do_not_specialize=["to", "source", "count", "tiles"])
 def cast_with_stats_kernel(
     to,
     source,
     count,
-    stride,
+    tiles,
     stats,
     TO: tl.constexpr,
     FROM: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tensor; a program takes tiles that are `stride` elements apart. `stats` are zeros."""
+    """One tensor of so many tiles, each program taking more than one. `stats` are zeros."""
     to = pointer_to(to, TO, ALIGNED)
     source = pointer_to(source, FROM, ALIGNED)
     lanes = tl.max_contiguous(tl.arange(0, TILE), TILE)
@@ -63,8 +63,8 @@ def cast_with_stats_kernel(
     overflows = tl.zeros([TILE], tl.int32)
     underflows = tl.zeros([TILE], tl.int32)
     nans = tl.zeros([TILE], tl.int32)
-    begin = tl.program_id(0).to(tl.int64) * TILE
-    while begin < count:
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        begin = tl.cast(tile, tl.int64) * TILE
         rest = count - begin
         mask = main_mask(lanes, rest, ALIGNED)
         a, o, u, n = cast_and_count(to + begin + lanes, source + begin + lanes, mask, TO, FROM)
@@ -72,7 +72,6 @@ def cast_with_stats_kernel(
         overflows += o
         underflows += u
         nans += n
-        begin += tl.multiple_of(stride, TILE)
     add_up(stats, amax, overflows, underflows, nans)
     if ALIGNED and tl.program_id(0) == 0:
         few = count // WIDTH * WIDTH + tl.arange(0, WIDTH)

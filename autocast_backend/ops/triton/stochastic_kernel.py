@@ -48,6 +48,21 @@ def round_to_grid(value, words, FRACTION: tl.constexpr, BOTTOM: tl.constexpr):
     return result.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def stochastic_lanes(
+    to,
+    source,
+    mask,
+    words,
+    TO: tl.constexpr,
+    FROM: tl.constexpr,
+    FRACTION: tl.constexpr,
+    BOTTOM: tl.constexpr,
+):
+    value = load(source, mask, FROM).to(tl.float32)
+    tl.store(to, convert(round_to_grid(value, words, FRACTION, BOTTOM), TO), mask=mask)
+
+
 @triton.jit(do_not_specialize=["size", "seed"])
 def stochastic_cast_kernel(
     table,
@@ -65,12 +80,10 @@ def stochastic_cast_kernel(
     counter = first + begin // 4
     lanes = tl.max_contiguous(tl.arange(0, TILE), TILE)
     mask = main_mask(lanes, rest, ALIGNED)
-    value = load(source + lanes, mask, FROM).to(tl.float32)
-    value = round_to_grid(value, words(seed, counter, TILE), FRACTION, BOTTOM)
-    tl.store(to + lanes, convert(value, TO), mask=mask)
+    some = words(seed, counter, TILE)
+    stochastic_lanes(to + lanes, source + lanes, mask, some, TO, FROM, FRACTION, BOTTOM)
     if ALIGNED and rest < TILE:
         tail = rest // WIDTH * WIDTH
         few = tail + tl.arange(0, WIDTH)
-        value = load(source + few, few < rest, FROM).to(tl.float32)
-        value = round_to_grid(value, words(seed, counter + tail // 4, WIDTH), FRACTION, BOTTOM)
-        tl.store(to + few, convert(value, TO), mask=few < rest)
+        last = words(seed, counter + tail // 4, WIDTH)
+        stochastic_lanes(to + few, source + few, few < rest, last, TO, FROM, FRACTION, BOTTOM)

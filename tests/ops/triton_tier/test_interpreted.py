@@ -1,0 +1,122 @@
+"""The tests of the ops on the Triton tier, its kernels run by Triton's interpreter on the CPU.
+
+The interpreter takes milliseconds for each tile, so these are chosen: every kernel, every dtype,
+aligned or not, every bit pattern of 16 bits and most of a million others of float32. All of them:
+``SMART_AUTOCAST_KERNELS=triton TRITON_INTERPRET=1 python -m pytest tests/ops``, some minutes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from autocast_backend import _triton
+from autocast_backend.ops import KERNEL_TIER
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+interpreted = pytest.mark.skipif(
+    KERNEL_TIER.devices["cpu"].name != "triton", reason="needs Triton's interpreter"
+)
+F64, F32, F16, BF16 = range(4)  # as test_multi_cast_values.py numbers them
+CHOSEN = [
+    "triton_tier/test_interpreted.py",
+    "test_multi_cast.py",
+    *(
+        f"test_multi_cast_values.py::test_every_value_as_to_rounds_it[source{source}-target{target}]"
+        for source in (F64, F32, F16, BF16)
+        for target in (F16, BF16)
+        if (source, target) != (F64, F16)
+    ),
+    f"test_multi_cast_values.py::test_sizes_and_alignment[source{F32}-target{BF16}]",
+    "test_cast_with_stats.py::test_table",
+    "test_cast_with_stats.py::test_equals_the_reference_on_every_value[source1-target1]",
+    "test_cast_with_stats.py::test_equals_the_reference_on_every_value[source2-target0]",
+    "test_cast_with_stats.py::test_float64_beyond_float32_overflows_too",
+    "test_cast_with_stats.py::test_opcheck",
+    "test_cast_with_stats.py::test_errors",
+    "test_unscale_cast.py::test_mixtures",
+    "test_unscale_cast.py::test_scale_of_zero_and_nan",
+    "test_unscale_cast.py::test_what_the_cast_makes_infinite_counts_but_not_what_the_scale_does",
+    "test_unscale_cast.py::test_opcheck",
+    "test_unscale_cast.py::test_errors",
+    "test_stochastic_cast.py::test_mixtures",
+    "test_stochastic_cast.py::test_seeds_and_offsets",
+    *(
+        f"test_stochastic_cast.py::test_every_value[source{pair}]"
+        for pair in ("0-target0", "0-target1", "0-target2", "1-target1")
+    ),
+    "test_stochastic_cast.py::test_beyond_the_largest_number",
+    "test_stochastic_cast.py::test_opcheck",
+    "test_stochastic_cast.py::test_errors",
+]
+
+
+@pytest.mark.skipif(_triton.interpreted(), reason="this is that run")
+def test_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, *(str(HERE.parent / chosen) for chosen in CHOSEN)],
+        cwd=HERE.parents[2],
+        env={**os.environ, "SMART_AUTOCAST_KERNELS": "triton", "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    assert "passed" in result.stdout
+
+
+@interpreted
+def test_kernels_are_registered() -> None:
+    for name in ("multi_cast", "multi_cast.out", "cast_with_stats", "unscale_cast"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"smart_autocast::{name}", "CPU")
+
+
+@interpreted
+def test_places_past_32_bits() -> None:
+    """The tile behind the first 2^32 elements of a tensor, of which only these are there."""
+    from autocast_backend.ops.triton import kernels, launches
+
+    tile, before, count = launches.TILE, 2**32, 100
+    for source, to in ((torch.float32, torch.bfloat16), (torch.float64, torch.float32)):
+        tensor = torch.randn(count, dtype=source)
+        result = torch.zeros(count + 8, dtype=to)
+        row = (
+            -(before // tile),
+            before + count,
+            result.data_ptr() - before * to.itemsize,
+            tensor.data_ptr() - before * source.itemsize,
+            0,
+        )
+        aligned = launches.is_aligned(result.data_ptr(), tensor.data_ptr())
+        variant = launches._variant(to, source, aligned, tile)
+        kernels.multi_cast_kernel[1,](torch.tensor(row), 1, **variant)
+        assert torch.equal(result[:count], tensor.to(to))
+        assert not result[count:].any()
+
+
+@interpreted
+def test_aligned_and_other_tensors_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autocast_backend.ops.triton import launches
+
+    seen = []
+    real = launches._kernel("kernels", "multi_cast_kernel")
+
+    class Recorder:
+        def __getitem__(self, grid: object) -> object:
+            def launch(table: torch.Tensor, size: int, **variant: object) -> None:
+                seen.append((size, variant["ALIGNED"]))
+                real[grid](table, size, **variant)
+
+            return launch
+
+    monkeypatch.setattr(launches, "_kernel", lambda module, name: Recorder())
+    memory = torch.arange(64.0)
+    tensors = [memory[:16], memory[4:20], memory[1:17], memory[20:40], memory[8:]]
+    results = torch.ops.smart_autocast.multi_cast.default(tensors, torch.bfloat16)
+    assert seen == [(4, True), (1, False)]
+    for result, tensor in zip(results, tensors, strict=True):
+        assert torch.equal(result, tensor.bfloat16())
