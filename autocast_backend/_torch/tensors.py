@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,3 +49,13 @@ def is_of_transform(tensor: torch.Tensor) -> bool:
 def is_captured(tensor: torch.Tensor) -> bool:
     """Whether what is done to a tensor now is captured in a CUDA graph, not computed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def write_numbers(tensor: torch.Tensor, numbers: Sequence[int]) -> None:
+    """Writes one number to each element, as arguments of kernels: about 100 for each of them.
+
+    No copy from the host's memory can be captured in a CUDA graph as the numbers that it holds now;
+    arguments are. Only `torch._foreach_add_` takes a list of them.
+    """
+    tensor.zero_()
+    torch._foreach_add_(tensor.unbind(), list(numbers))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..._torch.tensors import write_numbers
+
 TABLES_KEPT = 64
 """How many tables stay on the device for calls with the same tensors: 40 bytes of each tensor."""
 
@@ -55,7 +57,7 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     if not torch.cuda.is_current_stream_capturing():
         return _kept(numbers, device, torch.cuda.current_stream(device).cuda_stream)
     table = torch.empty(len(numbers), dtype=torch.int64, device=device)
-    write_by_arguments(table, numbers)
+    write_numbers(table, numbers)
     return table
 
 
@@ -63,9 +65,3 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     # One for each stream: only there is the copy done before the kernels that read it.
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
-
-
-def write_by_arguments(table: Tensor, numbers: Sequence[int]) -> None:
-    """Writes `numbers` by kernels that have them as arguments: about 100 for each."""
-    table.zero_()
-    torch._foreach_add_(table.unbind(), list(numbers))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autocast_backend._torch.tensors import write_numbers
 from autocast_backend.ops.triton import tables
 from autocast_backend.ops.triton.tables import Row
 
@@ -26,7 +27,7 @@ def test_written_by_arguments(count: int) -> None:
     """Addresses and counters have up to 64 bits, and all of them arrive."""
     numbers = [(2**63 - 1 - i) * (-1) ** i for i in range(count)]
     table = torch.full((count,), 7)
-    tables.write_by_arguments(table, numbers)
+    write_numbers(table, numbers)
     assert table.tolist() == numbers
 
 
