@@ -24,7 +24,7 @@ from tests.support import BF16
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
 _SAMPLES = 4  # of each entry of op_db
-_INTERNAL = re.compile(r' false INTERNAL ASSERT FAILED at ".*", please report [\w ]+\.')
+_INTERNAL = re.compile(r" false INTERNAL ASSERT FAILED at .*, please report [\w ]+\.")
 
 
 def registered_calls() -> Iterator[tuple[str, str, str, str]]:
