@@ -7,6 +7,7 @@ Candidates of one comparison, all in the same rounds:
 - `.to`: `[x.to(dtype) for x in xs]`, into new tensors; `multi_cast`: the same in one call;
 - `foreach out`: `torch._foreach_copy_` into tensors that are used again; `multi_cast out`: as well;
 - `.to grad`, `multi_cast grad`: as the first two, where every tensor requires grad;
+- `triton`, `triton out`: `multi_cast` by the kernels of the Triton tier, where a GPU has one;
 - `compiled`: `.to` under `torch.compile`, into new tensors (only where asked for).
 """
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from autocast_backend import multi_cast
+from autocast_backend._triton import problem_with_cuda
+from autocast_backend.ops import triton
 from benchmarks.calls import sample_calls
 from benchmarks.cast_sets import CastSet
 from benchmarks.harness import Row, compare
@@ -65,6 +68,9 @@ def candidates(
         ".to grad": lambda: to(with_grad),
         "multi_cast grad": lambda: multi_cast(with_grad, dtype),
     }
+    if device == "cuda" and problem_with_cuda() is None:
+        found["triton"] = lambda: triton.ops.multi_cast(xs, dtype)
+        found["triton out"] = lambda: triton.ops.multi_cast_out(xs, dtype, out=out)
     if compiled:
         torch.compiler.reset()
         function = torch.compile(to, fullgraph=True, dynamic=False)

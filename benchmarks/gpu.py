@@ -58,6 +58,7 @@ def stages(out: Path) -> list[Stage]:
     """The stages in order; what they produce goes to `out`."""
     python = sys.executable
     build = ("setup.py", "--quiet", "build_ext", "--inplace", "egg_info")  # installs nothing
+    triton = ("env", "SMART_AUTOCAST_KERNELS=triton")
     demo = (python, "examples/train_digits.py", "--device", "cuda", "--out")
 
     def asking(question: str) -> tuple[str, ...]:
@@ -70,6 +71,7 @@ def stages(out: Path) -> list[Stage]:
         ("build", (python, *build), 150),
         ("info", (python, "-m", "autocast_backend.cli", "info"), 30),
         ("tests", (python, "-m", "pytest", "-m", "gpu", "tests"), 120),
+        ("tests-triton", (*triton, python, "-m", "pytest", "-m", "gpu", "tests/ops"), 120),
         ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 90),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 90),
         ("casts", (python, *casting, "--out", results), 120),

@@ -83,6 +83,13 @@ def test_out_defaults_to_the_environment(tmp_path, monkeypatch):
     assert seen == [tmp_path / "given"]
 
 
+def test_the_triton_tier_is_tested_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    (stage,) = (stage for stage in gpu.stages(tmp_path) if stage.name == "tests-triton")
+    assert stage.command[:2] == ("env", "SMART_AUTOCAST_KERNELS=triton")
+    assert stage.command[-3:] == ("-m", "gpu", "tests/ops")
+
+
 def test_stage_limits_and_names(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     plan = gpu.stages(tmp_path)
