@@ -151,6 +151,8 @@ class Backward:
         if training.compile_backward is not None:
             training.compile_backward = self._compile_first
         training.for_compiled_autograd = self._for_compiled_autograd
+        device_types = self._region.device_types
+        training.state_for_compiled_autograd = lambda: current_key(device_types)
 
     def _compile_first(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Stands in for the inner backward compiler: the first backward calls it."""

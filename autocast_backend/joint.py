@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ._torch.aot import JointGraph
+from ._torch.aot import JointGraph, is_recomputed
 from ._torch.hooks import unpacking_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of
@@ -39,6 +39,7 @@ class Numbering:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._calls: dict[int, tuple[Any, str]] = {}  # what draws random numbers: op and arguments
         self.repeated: set[int] = set()  # random numbers that one graph draws by several such calls
 
     def of(
@@ -46,6 +47,7 @@ class Numbering:
         module: fx.GraphModule,
         inputs: Mapping[str, int] | None = None,
         same: Mapping[int, int] | None = None,
+        draws: Mapping[fx.Node, int] | None = None,
     ) -> dict[fx.Node, int]:
         """The number of every node of `module`.
 
@@ -53,6 +55,7 @@ class Numbering:
             module: a joint graph, or one partitioned from it.
             inputs: numbers of the placeholders that are values of another graph, by name.
             same: by the number of a value, that of the value it stands for.
+            draws: numbers of calls that draw the random numbers of a call in another graph.
         """
         numbers: dict[fx.Node, int] = {}
         drawn: Counter[Any] = Counter()
@@ -73,11 +76,17 @@ class Numbering:
                 target, arguments = drawing
             told = str(fx.map_arg(arguments, lambda n: f"%{numbers[n]}"))
             if drawing is not None:
+                number = draws.get(node) if draws else None
+                if number is not None and self._calls.get(number) == (target, told):
+                    numbers[node] = number
+                    continue
                 identity = drawn[target, told]
                 drawn[target, told] += 1
             key = (node.op, target, identity, told)
             number = self._numbers.setdefault(key, len(self._numbers))
             numbers[node] = same.get(number, number) if same else number
+            if drawing is not None:
+                self._calls[number] = (target, told)
             if drawing is not None and identity > 0:
                 first = self._numbers[node.op, target, 0, told]
                 self.repeated |= {first, numbers[node]}
@@ -87,7 +96,7 @@ class Numbering:
 def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
     """The op that draws random numbers and its arguments, where a node does: by itself, or, in a
     partitioned backward, once more from the state that the forward has saved."""
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if _draws_itself(node):
         return node.target, (node.args, node.kwargs)
     name = getattr(node.target, "__name__", "")
     if name == "run_with_rng_state":  # (state, op, *arguments)
@@ -96,6 +105,34 @@ def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
         return node.args[0], (node.args[1:], kwargs)
     return None
+
+
+def _draws_itself(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _recomputed_draws(
+    partitioned: fx.GraphModule, reference: fx.GraphModule
+) -> dict[fx.Node, fx.Node]:
+    """By calls in a partitioned backward that draw from a state the forward has saved, the call of
+    the joint graph that each repeats.
+
+    PyTorch numbers the states in the order of the calls in the joint graph
+    (`torch._functorch.partitioners.functionalize_rng_ops`), leaving out those whose results the
+    backward does not read. Which those are is not told, so nothing is said where some are missing.
+    """
+    states: dict[tuple[str, int], fx.Node] = {}
+    for node in partitioned.graph.nodes:
+        if _random_call(node) and not _draws_itself(node):
+            state = node.kwargs.get("rng_state", node.args[0])
+            kind, _, number = state.name.rpartition("_")
+            states[kind, int(number)] = node
+    calls = [n for n in reference.graph.nodes if _random_call(n) and is_recomputed(n)]
+    draws = [states[key] for key in sorted(states)]
+    kinds = {kind for kind, _ in states}
+    if len(kinds) != 1 or [_random_call(n)[0] for n in draws] != [n.target for n in calls]:
+        return {}
+    return dict(zip(draws, calls, strict=True))
 
 
 def extract_backward(
@@ -140,11 +177,15 @@ def extract_backward(
     saved = {name: number for name, number in saved.items() if number not in unpacked}
     values = {number: inputs[name] for name, number in saved.items()}
     values |= {number: node for number, node in unpacked.items() if node is not None}
-    first = numbering.of(partitioned, saved, stands_for)
+    repeats = _recomputed_draws(partitioned, reference.graph_module)
+    draws = {node: known[call] for node, call in repeats.items()}
+    first = numbering.of(partitioned, saved, stands_for, draws)
     drawn = {
         number: node
         for node, number in first.items()
-        if _random_call(node) and number in known.values() and number not in numbering.repeated
+        if _random_call(node)
+        and number in known.values()
+        and (draws.get(node) == number or number not in numbering.repeated)
     }
 
     def draw(node: fx.Node) -> fx.Node:

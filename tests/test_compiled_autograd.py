@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,8 +78,25 @@ def test_stock_is_wrong_there() -> None:
 
 
 @CAPTURES_UNDER_AUTOCAST
+@pytest.mark.parametrize("forward_on", [False, True], ids=["forward_off", "forward_on"])
+def test_each_state_is_captured_once(forward_on: bool) -> None:
+    """Compiled autograd keeps what it captures for the next call, without looking at autocast."""
+    states = (False, True, True, False)
+    counted = torch._dynamo.utils.counters["compiled_autograd"]
+    counted.clear()
+    actual = gradients(forward_on, states, captured=True, **OURS)
+    assert counted["captures"] == 2
+    expected = gradients(forward_on, states, captured=False, backend="eager")
+    assert_same_bits(actual, expected)
+    assert not torch.equal(expected[0], expected[4])
+
+
+@CAPTURES_UNDER_AUTOCAST
 @pytest.mark.parametrize("states", [(False, True), (True, False)])
-def test_a_copy_is_not_used_in_another_state(states: tuple[bool, bool]) -> None:
-    """Compiled autograd keeps what it captured for the next call, without looking at autocast."""
+def test_a_copy_is_not_used_in_another_state(
+    states: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should a capture be used again in another state nevertheless, it refuses to run."""
+    monkeypatch.setattr("autocast_backend._torch.aot._capturing_each_state", nullcontext)
     with pytest.raises(BackwardError, match=r"captured the backward of .*test_compiled_autograd"):
         gradients(True, states, captured=True, **OURS)

@@ -6,7 +6,8 @@ import contextlib
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,8 @@ class TrainingGraph:
         contexts: enters what the backward must be compiled in.
         for_compiled_autograd: makes the backward graph that compiled autograd copies into its own
             graph, instead of calling the compiled backward; None leaves it as it is.
+        state_for_compiled_autograd: what else that graph depends on: compiled autograd uses a
+            capture again only where it is equal.
     """
 
     compiled_backward: Callable[..., Any] | None
@@ -44,12 +47,14 @@ class TrainingGraph:
     placeholders: list[Any] | None
     contexts: Callable[[], contextlib.AbstractContextManager[Any]]
     for_compiled_autograd: Callable[[fx.GraphModule], fx.GraphModule] | None = None
+    state_for_compiled_autograd: Callable[[], Hashable] | None = None
 
 
 @contextlib.contextmanager
 def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
     """Call `change` with every training graph AOTAutograd finishes meanwhile; what it assigns to
-    `compiled_backward`, `compile_backward` and `for_compiled_autograd` takes effect.
+    `compiled_backward`, `compile_backward`, `for_compiled_autograd` and
+    `state_for_compiled_autograd` takes effect.
 
     Fresh compilations and cache hits of every inner compiler that uses AOTAutograd come through
     `AOTDispatchAutograd.post_compile`, and nothing else sees the compiled backward of a cache hit.
@@ -82,7 +87,8 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
             )
         if "spec" not in bound.arguments:
             bound.arguments.update(vars(spec))
-        return original(*bound.args, **bound.kwargs)
+        with _capturing_each_state(graph.state_for_compiled_autograd):
+            return original(*bound.args, **bound.kwargs)
 
     with (
         replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)),
@@ -135,6 +141,32 @@ def _when_captured(lazy: Any, change: Callable[[fx.GraphModule], fx.GraphModule]
     shown = object.__new__(Shown)
     shown.__dict__.update(lazy.__dict__)
     return shown
+
+
+@contextlib.contextmanager
+def _capturing_each_state(state: Callable[[], Hashable] | None) -> Iterator[None]:
+    """Have compiled autograd capture the region that is finished meanwhile once for each `state`.
+    Its cache knows a region by a number; here each state has one of its own.
+
+    torch 2.11 has no such place: a capture is used again, and refuses to run (captured.py)."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+    from torch.autograd.function import AUTOGRAD_FUNCTION_COUNTER
+
+    factory = getattr(runtime_wrappers, "_AOTDispatchAutogradFunctionFactory", None)
+    if factory is None or state is None:
+        yield
+        return
+    original = factory.build
+    numbers: dict[Hashable, int] = defaultdict(lambda: next(AUTOGRAD_FUNCTION_COUNTER))
+
+    def build(self: Any) -> Any:
+        function = original(self)
+        key = function._compiled_autograd_key  # (number, *symbolic integers)
+        function._compiled_autograd_key = lambda context: (numbers[state()], *key(context)[1:])
+        return function
+
+    with replaced(factory, "build", build):
+        yield
 
 
 def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
@@ -253,6 +285,13 @@ def trace_joint_graph(
             "torch._dynamo.backends.common.aot_autograd"
         )
     return found[0]
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether a checkpoint has a node of a joint graph computed again in the backward."""
+    from torch._functorch.partitioners import must_recompute
+
+    return bool(must_recompute(node))
 
 
 @contextlib.contextmanager
