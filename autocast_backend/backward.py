@@ -52,6 +52,7 @@ from .graphs import copy_graph
 from .guards import ShapeGuards
 from .hooks import unpacks_differently
 from .joint import extract_backward, keep_in_backward
+from .nested import has_nested_regions, write_out
 from .state import AutocastState, put_right_after_errors
 
 log = _logging.log
@@ -121,11 +122,16 @@ class Region:
         Backward(self, training).take_over()
 
     def trace(self, key: Key) -> JointGraph:
-        """The joint graph whose backward runs under `key`."""
+        """The joint graph whose backward runs under `key`, nested compile regions written out."""
+        return self._trace(write_out(copy_graph(self.graph_module)).module, key)
+
+    def trace_as_compiled(self) -> JointGraph:
+        """The joint graph that the inner compiler has partitioned."""
+        return self._trace(copy_graph(self.graph_module), ())
+
+    def _trace(self, graph_module: fx.GraphModule, key: Key) -> JointGraph:
         with outside_of_modes(), self.configs():
-            return trace_joint_graph(
-                self.compile_graph, copy_graph(self.graph_module), self.inputs, regions(key)
-            )
+            return trace_joint_graph(self.compile_graph, graph_module, self.inputs, regions(key))
 
 
 class Backward:
@@ -258,9 +264,16 @@ class Backward:
             raise self._cannot_follow(key, f"the inner compiler made {graphs} graphs of it")
         partitioned = self._training.backward_module()
         try:
-            return extract_backward(self._joints[key], partitioned, self._joints[()])
+            return extract_backward(self._joints[key], partitioned, self._reference)
         except BackwardError as error:
             raise self._cannot_follow(key, str(error)) from None
+
+    @functools.cached_property
+    def _reference(self) -> JointGraph:
+        """What tells which values the compiled forward has saved."""
+        region = self._region
+        nested = has_nested_regions(region.graph_module)
+        return region.trace_as_compiled() if nested else self._joints[()]
 
     def _check_hooks(self, key: Key) -> None:
         """Refuse what inlined hooks unpack otherwise under `key`: they are traced with it off.
@@ -275,7 +288,7 @@ class Backward:
         if unpacking is None:
             return
         self._traced(())
-        values = {n.name: n.meta.get("val") for n in self._joints[()].graph_module.graph.nodes}
+        values = {n.name: n.meta.get("val") for n in self._reference.graph_module.graph.nodes}
         for name in unpacking.results:
             if differs := unpacks_differently(hooks, values[name], AutocastState.of(regions(key))):
                 raise self._cannot_follow(key, f"of the hook that unpacks {name}, {differs}")

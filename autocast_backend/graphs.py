@@ -21,17 +21,24 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     values: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
-        if hasattr(node, "_dynamo_source"):  # torch keeps it outside of meta
-            values[node]._dynamo_source = node._dynamo_source
         # Weak references to the graph's real inputs; `torch.utils.swap_tensors` refuses those.
         values[node].meta.pop("grapharg", None)
-    same_calling_convention(graph, module.graph)
+    same_inputs(graph, module.graph)
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
             setattr(copy, name, copy_graph(child))
     return copy
+
+
+def same_inputs(copy: fx.Graph, original: fx.Graph) -> None:
+    """Have a graph with the placeholders of another be called as that one is."""
+    pairs = (g.find_nodes(op="placeholder") for g in (copy, original))
+    for new, old in zip(*pairs, strict=True):
+        if hasattr(old, "_dynamo_source"):  # torch keeps it outside of meta
+            new._dynamo_source = old._dynamo_source
+    same_calling_convention(copy, original)
 
 
 def get_attribute(module: torch.nn.Module, path: str) -> Any:

@@ -23,10 +23,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ._torch.aot import JointGraph, is_recomputed
+from ._torch.aot import JointGraph, is_recomputed, run_and_save_rng_state
 from ._torch.hooks import unpacking_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of
+from .nested import write_out
 
 
 class Numbering:
@@ -122,15 +123,20 @@ def _recomputed_draws(
     backward does not read. Which those are is not told, so nothing is said where some are missing.
     """
     states: dict[tuple[str, int], fx.Node] = {}
+    targets: dict[fx.Node, Any] = {}
     for node in partitioned.graph.nodes:
-        if _random_call(node) and not _draws_itself(node):
+        call = _random_call(node)
+        if call is not None and not _draws_itself(node):
+            targets[node] = call[0]
             state = node.kwargs.get("rng_state", node.args[0])
             kind, _, number = state.name.rpartition("_")
+            if kind not in ("rng_state_output", "bwd_rng_state"):  # a nested region's own
+                return {}
             states[kind, int(number)] = node
     calls = [n for n in reference.graph.nodes if _random_call(n) and is_recomputed(n)]
     draws = [states[key] for key in sorted(states)]
     kinds = {kind for kind, _ in states}
-    if len(kinds) != 1 or [_random_call(n)[0] for n in draws] != [n.target for n in calls]:
+    if len(kinds) != 1 or [targets[n] for n in draws] != [n.target for n in calls]:
         return {}
     return dict(zip(draws, calls, strict=True))
 
@@ -144,7 +150,7 @@ def extract_backward(
     random numbers drawn again as that one draws them.
 
     Args:
-        joint: traced under the state of the backward that is wanted.
+        joint: traced under the state of the backward that is wanted, without nested regions.
         partitioned: a backward graph of the same region, with whose forward this one must work.
         reference: the joint graph it was partitioned from, which tells what its inputs are.
 
@@ -153,8 +159,8 @@ def extract_backward(
             again.
     """
     numbering = Numbering()
-    names = {node.name: node for node in reference.graph_module.graph.nodes}
-    known = numbering.of(reference.graph_module)
+    first_joint, names = write_out(reference.graph_module)
+    known = numbering.of(first_joint)
     graph = fx.Graph()
     inputs: dict[str, fx.Node] = {}
     for placeholder in partitioned.graph.find_nodes(op="placeholder"):
@@ -165,7 +171,9 @@ def extract_backward(
         copy.meta = dict(placeholder.meta if source is None else source.meta)
     unpacked: dict[int, fx.Node | None] = {}
     stands_for: dict[int, int] = {}
-    if unpacking := unpacking_of(partitioned):
+    unpacking = unpacking_of(partitioned)
+    partitioned, _ = write_out(partitioned)
+    if unpacking is not None:
         numbers = numbering.of(unpacking.module)
         copies = {p: inputs[p.name] for p in unpacking.module.graph.find_nodes(op="placeholder")}
         graph.graph_copy(unpacking.module.graph, copies)
@@ -177,7 +185,7 @@ def extract_backward(
     saved = {name: number for name, number in saved.items() if number not in unpacked}
     values = {number: inputs[name] for name, number in saved.items()}
     values |= {number: node for number, node in unpacked.items() if node is not None}
-    repeats = _recomputed_draws(partitioned, reference.graph_module)
+    repeats = _recomputed_draws(partitioned, first_joint)
     draws = {node: known[call] for node, call in repeats.items()}
     first = numbering.of(partitioned, saved, stands_for, draws)
     drawn = {
@@ -250,7 +258,8 @@ def _needed(
         needed.add(node)
         if numbers[node] in drawn:
             continue
-        if node.op == "placeholder" or (_random_call(node) and not _in_backward(node)):
+        drawn_once = _random_call(node) or node.target is run_and_save_rng_state
+        if node.op == "placeholder" or (drawn_once and not _in_backward(node)):
             raise BackwardError(f"the forward did not save {node.name}, which the backward reads")
         pending += node.all_input_nodes
     return [node for node in module.graph.nodes if node in needed]

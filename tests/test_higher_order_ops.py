@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.scan import scan
@@ -16,7 +17,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend import BackwardError, lower_autocast
+from autocast_backend import lower_autocast
 from tests.support import BF16, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
@@ -228,12 +229,48 @@ def test_nested_regions_share_the_cast_of_a_weight() -> None:
     assert calls.count("autocast_to_bf16.default") == 3  # w, x outside, and the body's own of x
 
 
-def test_the_backward_of_a_nested_region_does_not_quietly_ignore_autocast() -> None:
-    """It is partitioned by itself, so a variant does not find the values it would need."""
-    x, w = (torch.randn(8, 8).requires_grad_() for _ in range(2))
-    options = {"inner": "aot_eager"}
+def backwards(function: Any, backend: str, **options: Any) -> list[Any]:
+    """The gradients of one compiled function, with its backwards outside, inside, outside."""
     torch._dynamo.reset()
-    compiled = torch.compile(nested_compile_regions, backend="smart_autocast", options=options)
-    loss = compiled(x, w).square().mean()
-    with torch.autocast(**BF16), pytest.raises(BackwardError, match="cannot follow autocast"):
-        loss.backward()
+    compiled = torch.compile(function, backend=backend, **options)
+    found = []
+    for enabled in (False, True, False):
+        generator = torch.Generator().manual_seed(2)
+        x, w = (torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(2))
+        torch.manual_seed(1)
+        loss = compiled(x, w).float().square().mean()
+        with torch.autocast(**BF16, enabled=enabled):
+            loss.backward()
+        found += [x.grad, w.grad]
+    return found
+
+
+def in_two_states(mark: Any) -> Any:
+    inner = mark(part)
+
+    @mark
+    def outer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return inner(inner(x, w).float(), w) + (w @ x).cos()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = inner(x, w)
+        return outer(y.float(), w) * inner(w, x)
+
+    return function
+
+
+def with_dropout(mark: Any) -> Any:
+    region = mark(lambda x, w: F.dropout((x @ w).sin(), 0.4))
+    return lambda x, w: region(region(x, w), w)
+
+
+@pytest.mark.parametrize("make", [in_two_states, with_dropout])
+@pytest.mark.parametrize("inner", ["aot_eager", "aot_eager_default_partitioner"])
+def test_the_backward_of_nested_regions_follows_autocast(make: Any, inner: str) -> None:
+    """They are partitioned by themselves; a variant has them written out."""
+    mark = torch.compiler.nested_compile_region
+    actual = backwards(make(mark), "smart_autocast", options={"inner": inner})
+    expected = backwards(make(lambda function: function), "eager")
+    assert not torch.equal(expected[0], expected[2])
+    assert_same_bits(actual, expected)

@@ -213,6 +213,10 @@ class JointGraph:
     compile_backward: Callable[..., Any] | None
 
 
+# How a partitioned forward draws what a checkpoint will draw again.
+run_and_save_rng_state = torch._prims.rng_prims.run_and_save_rng_state
+
+
 class _Captured(Exception):
     """Stops AOTAutograd once the joint graph is there."""
 
