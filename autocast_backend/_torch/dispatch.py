@@ -39,8 +39,9 @@ def register_autograd_kernel(
 
 
 def any_requires_grad(*values: Any) -> bool:
-    """Whether a tensor among the arguments, or in a list among them, requires grad."""
-    return torch._C._any_requires_grad(*values)
+    """Whether a tensor among the arguments, or in a list or tuple among them, requires grad."""
+    # It looks into lists, but not into tuples (2.13).
+    return torch._C._any_requires_grad(*[list(v) if isinstance(v, tuple) else v for v in values])
 
 
 _AUTOGRAD_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)

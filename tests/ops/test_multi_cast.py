@@ -130,10 +130,11 @@ def test_gradients_return_in_each_dtype() -> None:
         assert_same(actual, grad.to(tensor.dtype))
 
 
-def test_frozen_tensors_and_absent_gradients() -> None:
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_frozen_tensors_and_absent_gradients(kind: type) -> None:
     tensors = [sample(f32, 3), sample(f32, 3).requires_grad_(), sample(f32, 4).requires_grad_()]
     tensors.append(torch.arange(3))
-    results = multi_cast(tensors, bf16)
+    results = multi_cast(kind(tensors), bf16)
     assert [result.requires_grad for result in results] == [False, True, True, False]
     assert_all_same([r.detach() for r in results], expected([t.detach() for t in tensors], bf16))
     results[1].sum().backward()  # needs nothing of the others
