@@ -10,6 +10,7 @@ that was freed has another storage, or shares its version counter.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 import weakref
@@ -187,6 +188,7 @@ class GraphWeights:
             captured = is_captured(weights[0])
             if captured:
                 contents = None
+            nodes: dict[Key, tuple[Cast, Tensor]] = {} if contents is None else contents.nodes
             if self._lasting and not captured:
                 casts, tie = _Shared.lasting, None
             else:  # outside of every scope, they last for this call
@@ -199,8 +201,7 @@ class GraphWeights:
             else:
                 # Before they are read.
                 self._seen = None if captured else _Seen.of(weights, tie)
-                self._make(weights, casts)
-            nodes = None if contents is None else contents.nodes
+                self._make(weights, casts, nodes)
             return [
                 _traced(w, casts[id(w), d], d, nodes) if grad else casts[id(w), d].memory.cast
                 for w, d, grad in zip(weights, self._dtypes, self._grads, strict=True)
@@ -210,29 +211,44 @@ class GraphWeights:
         """Count a call that ran with its casts inside of the graph."""
         _Shared.misses += len(self._dtypes)
 
-    def _make(self, weights: list[Tensor], casts: dict[Key, Cast]) -> None:
-        missing: dict[tuple[torch.dtype, torch.device], dict[Key, Tensor]] = {}
-        for weight, dtype in zip(weights, self._dtypes, strict=True):
-            cast = casts.get((id(weight), dtype))
-            if cast is None or not cast.is_right(weight):
-                missing.setdefault((dtype, weight.device), {})[id(weight), dtype] = weight
+    def _make(
+        self, weights: list[Tensor], casts: dict[Key, Cast], nodes: dict[Key, tuple[Cast, Tensor]]
+    ) -> None:
         for known in (casts, _Shared.kept):
             for key in [key for key, cast in known.items() if not cast.is_alive()]:
                 del known[key]
-        made = 0
-        for (dtype, _), group in missing.items():
-            fresh = {key: Cast(weight) for key, weight in group.items()}
-            old = [self._recycled(key, weight, casts) for key, weight in group.items()]
-            results = _cast_all(list(group.values()), dtype, old)
-            for (key, cast), result in zip(fresh.items(), results, strict=True):
-                cast.memory.cast = result
-                casts[key] = cast
-                if self._keep_memory and not is_captured(result):
-                    _Shared.kept[key] = cast
-            made += len(fresh)
-        _Shared.casts += made
-        _Shared.misses += made
-        _Shared.hits += len(weights) - made
+        made: dict[Key, Cast] = {}
+        apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
+        with_nodes: list[tuple[Key, Tensor]] = []
+        for weight, dtype, grad in zip(weights, self._dtypes, self._grads, strict=True):
+            key = id(weight), dtype
+            cast = casts.get(key)
+            if key in made or (cast is not None and cast.is_right(weight)):
+                continue
+            memory = self._recycled(key, weight, casts)
+            made[key] = Cast(weight)
+            if grad and memory is None:
+                with_nodes.append((key, weight))
+            else:
+                apart.setdefault((dtype, weight.device), []).append((key, weight, memory))
+        results: dict[Key, Tensor] = {}
+        for (dtype, _), group in apart.items():
+            keys, sources, memories = zip(*group, strict=True)
+            results.update(zip(keys, _cast_all(sources, dtype, memories), strict=True))
+        # In the order of the weights, for the gradients get ready in it.
+        for dtype, run in itertools.groupby(with_nodes, key=lambda one: one[0][1]):
+            keys, sources = zip(*run, strict=True)
+            for key, node in zip(keys, multi_cast(sources, dtype), strict=True):
+                results[key] = node.detach()
+                nodes[key] = (made[key], node)
+        for key, cast in made.items():
+            cast.memory.cast = results[key]
+            casts[key] = cast
+            if self._keep_memory and not is_captured(results[key]):
+                _Shared.kept[key] = cast
+        _Shared.casts += len(made)
+        _Shared.misses += len(made)
+        _Shared.hits += len(weights) - len(made)
 
     def _recycled(self, key: Key, weight: Tensor, casts: dict[Key, Cast]) -> Tensor | None:
         """Memory for a new cast: that of the one it replaces, or of an earlier scope."""
@@ -252,9 +268,9 @@ class GraphWeights:
 
 
 def _cast_all(
-    weights: list[Tensor], dtype: torch.dtype, memory: Sequence[Tensor | None]
+    weights: Sequence[Tensor], dtype: torch.dtype, memory: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """The weights in `dtype`, in the memory that is given for some of them."""
+    """The weights in `dtype`, in the memory that is given for some of them, without gradients."""
     # Casts that are made in inference mode must also serve a training graph of the same scope.
     with torch.inference_mode(False), torch.no_grad():
         if not any(m is not None for m in memory):
@@ -270,8 +286,9 @@ def _cast_all(
 
 
 class _Traced(torch.autograd.Function):
-    """A cast that was made already, as autograd would have recorded it. One node for each weight: a
-    node for all would hold every gradient back until the end of the backward pass."""
+    """A cast that was made already - without gradients, in an earlier context, or in the memory of
+    another - as autograd would have recorded it. One node for each weight, as `multi_cast` makes
+    them: one for all would hold every gradient back until the end of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
@@ -285,16 +302,14 @@ class _Traced(torch.autograd.Function):
 
 
 def _traced(
-    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]] | None
+    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]]
 ) -> Tensor:
-    """The cast with its way back to the weight: the one all graphs of the scope share, where
-    `nodes` holds them."""
-    known = None if nodes is None else nodes.get((id(weight), dtype))
+    """The cast with its way back to the weight: the one all graphs of the scope share."""
+    known = nodes.get((id(weight), dtype))
     if known is not None and known[0] is cast:
         return known[1]
     node: Tensor = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
-    if nodes is not None:
-        nodes[id(weight), dtype] = (cast, node)
+    nodes[id(weight), dtype] = (cast, node)
     return node
 
 

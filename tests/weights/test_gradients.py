@@ -211,3 +211,15 @@ def test_compiled_autograd() -> None:
         return [p.grad for p in model.parameters()]
 
     assert_same_bits(run(**ours()), run(**EAGER))
+
+
+def test_a_training_call_has_pytorchs_own_nodes() -> None:
+    """A function of ours in the backward would be Python, called once for each weight."""
+    torch._dynamo.reset()
+    model, x = make(Plain), data(1, 3, 8)
+    compiled = torch.compile(model, **ours())
+    with bf16():
+        output = compiled(x[0])
+    assert output.grad_fn is not None
+    nodes = [type(node).__name__ for node, _ in output.grad_fn.next_functions if node is not None]
+    assert nodes == ["ToCopyBackward0"] * len(list(model.parameters()))
