@@ -14,7 +14,7 @@ from torch import fx
 
 from . import _logging
 from ._torch.aot import training_graphs
-from ._torch.autocast import disable_autocast
+from ._torch.autocast import disable_autocast, wrap_with_autocast
 from ._torch.configs import backward_traced_off
 from ._torch.dynamo import counters, lookup_backend, timed
 from ._torch.fake_tensors import fake_inputs
@@ -23,7 +23,7 @@ from .lowering import Context, lower
 from .modules import bind
 from .options import Options, parse_options
 from .propagate import propagate
-from .regions import source_line
+from .regions import hops_to_regions, nodes_of, source_line
 from .separate import separate_bodies
 from .standalone import copy_graph
 from .state import AutocastState, contexts_entered, put_right, put_right_after_errors
@@ -67,6 +67,8 @@ def smart_autocast(
     )
     report = context.report
     with timed("lower"):
+        if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
+            graph_module, _ = hops_to_regions(graph_module)
         separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
         if parsed.autocast or parsed.policies:
             graph_module = propagate(graph_module, context)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.scan import scan
@@ -273,4 +274,56 @@ def test_the_backward_of_nested_regions_follows_autocast(make: Any, inner: str) 
     actual = backwards(make(mark), "smart_autocast", options={"inner": inner})
     expected = backwards(make(lambda function: function), "eager")
     assert not torch.equal(expected[0], expected[2])
+    assert_same_bits(actual, expected)
+
+
+class Exported(nn.Module):
+    """Export writes its regions as `wrap_with_autocast` and `wrap_with_set_grad_enabled`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast(**BF16):
+            y = self.a(x).sin()
+            with torch.autocast("cpu", enabled=False):
+                z = self.b(y.float())
+            y = self.b(z) + self.a(y)
+        with torch.no_grad():
+            target = self.b(z)
+            with torch.autocast(**BF16):
+                target = self.a(target)
+        return y, self.a(z), target
+
+
+def test_an_exported_program_is_compiled() -> None:
+    """Dynamo keeps export's higher-order ops: bodies inside of bodies, two regions, both grad
+    modes, all lowered where they stand."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    program = torch.export.export(Exported(), (x,))
+
+    def step(**arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        module = program.module()
+        module.zero_grad()
+        outputs = torch.compile(module, fullgraph=True, **arguments)(x)
+        torch.stack(
+            [t.float().square().mean() for t in outputs if t.requires_grad]
+        ).sum().backward()
+        return [*outputs, *(p.grad for p in module.parameters())]
+
+    def keep(graph_module: torch.fx.GraphModule, _: Any) -> Function:
+        found.extend(targets(graph_module))
+        return graph_module.forward
+
+    found: list[str] = []
+    expected = step(backend=keep)
+    assert found.count("wrap_with_autocast") == 3
+    assert found.count("wrap_with_set_grad_enabled") == 1
+    counters.clear()
+    actual = step(backend="smart_autocast", options={"inner": "aot_eager"})
+    counted = counters["smart_autocast"]
+    assert (counted["lowered"], counted["bracketed"]) == (4, 0)
     assert_same_bits(actual, expected)
