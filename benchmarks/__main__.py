@@ -12,6 +12,7 @@ QUESTIONS = (
     "launch",
     "roofline",
     "compile",
+    "validation",
     "decode",
     "training",
     "memory",

@@ -18,6 +18,8 @@ from benchmarks.harness import Row, compare, interleave, percentile
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = {"stock": "inductor", "ours": "smart_autocast"}
+MODES = ("dtype", "strict")
+"""Of validation."""
 PROCESS_LIMIT_SECONDS = 600
 
 
@@ -80,9 +82,9 @@ class Phase:
     cpu_rows: list[Row]
     records: dict[str, list[Record]]
 
-    def stage_seconds(self) -> dict[str, float]:
-        """Median seconds of each of our compiler's stages."""
-        stages = [record.stages for record in self.records["ours"]]
+    def stage_seconds(self, name: str = "ours") -> dict[str, float]:
+        """Median seconds of each stage of our compiler, for one candidate."""
+        stages = [record.stages for record in self.records[name]]
         return {
             name: percentile([one.get(name, 0.0) for one in stages], 50)
             for name in dict.fromkeys(name for one in stages for name in one)
@@ -108,3 +110,23 @@ def measure(
             records=records,
         )
     return phases
+
+
+def measure_validation(case: Case, *, rounds: int, seed: int, scratch: Path) -> Phase:
+    """Cold first steps of `case` by stock, and by ours in either mode of validation."""
+    candidates: dict[str, tuple[str, str | None]] = {"stock": ("inductor", None)}
+    candidates |= {mode: ("smart_autocast", mode) for mode in MODES}
+    processes = {
+        name: Process(
+            replace(case, backend=backend, validate=mode), cache=scratch / name, empty=True
+        )
+        for name, (backend, mode) in candidates.items()
+    }
+    samples = interleave(processes, rounds=rounds, seed=seed)
+    records = {name: process.records for name, process in processes.items()}
+    cpu = {name: [one.cpu_seconds for one in some] for name, some in records.items()}
+    return Phase(
+        rows=compare(samples, baseline="stock"),
+        cpu_rows=compare(cpu, baseline="stock"),
+        records=records,
+    )

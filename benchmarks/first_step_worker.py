@@ -24,7 +24,8 @@ from benchmarks.models import build
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to compile: a model of benchmarks/models.py in a form, on a device, by a backend."""
+    """What to compile: a model of benchmarks/models.py in a form, on a device, by a backend, ours
+    with a mode of validation (None: the default)."""
 
     model: str
     form: str
@@ -32,6 +33,7 @@ class Case:
     device: str
     dtype: str
     backend: str
+    validate: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,8 @@ def first_step(case: Case) -> Record:
     _synchronize(case.device)
     start, cpu_start = time.perf_counter(), _cpu_seconds()
     load_seconds = _load(case.backend, stages)
-    compiled = torch.compile(model, backend=case.backend)
+    options = {"validate": case.validate} if case.validate else None
+    compiled = torch.compile(model, backend=case.backend, options=options)
     with ambient:
         loss = compiled(x).float().square().mean()
     loss.backward()

@@ -1,3 +1,6 @@
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -72,6 +75,42 @@ def test_cold_processes_start_from_an_empty_cache_and_warm_ones_from_a_filled_on
     seconds = [record.seconds for record in phases["cold"].records["ours"]]
     assert phases["cold"].cpu_rows[1].samples == [2 * one for one in seconds]
     assert phases["cold"].stage_seconds() == {"lowering": 0.25 * sum(seconds) / 2}
+
+
+def test_both_modes_of_validation_are_measured_and_judged(tmp_path, monkeypatch, capsys):
+    validation = {"dtype": 0.5, "strict": 2.0}
+
+    def worker(case, cache):
+        assert not cache.exists()
+        cache.mkdir()
+        return Record(
+            seconds=20.0,
+            cpu_seconds=30.0,
+            load_seconds=0.0,
+            backend_seconds=0.0,
+            stages={"validation": validation[case.validate]} if case.validate else {},
+            aot_cache={},
+            loss=0.0,
+        )
+
+    monkeypatch.setattr(first_step, "run_worker", worker)
+    question = ["validation", "--models", "mlp", "--forms", "ambient"]
+    assert main([*question, "--rounds", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "dtype: 500.0 ms, 2.50% of stock's cold first step" in printed
+    assert "strict: 2000.0 ms, 10.00% of stock's cold first step" in printed
+    verdicts = {
+        t["name"][:19]: t["verdict"]
+        for t in json.loads((tmp_path / "validation.json").read_text())["targets"]
+    }
+    assert verdicts == {"validation 'dtype' ": "met", "validation 'strict'": "missed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dtype", "strict"])
+def test_a_worker_process_says_what_validation_takes(mode, tmp_path):
+    case = replace(CASE, backend="smart_autocast", validate=mode)
+    assert first_step.run_worker(case, tmp_path).stages["validation"] > 0
 
 
 @pytest.mark.slow
