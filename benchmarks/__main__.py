@@ -14,6 +14,7 @@ QUESTIONS = (
     "compile",
     "validation",
     "decode",
+    "threshold",
     "training",
     "memory",
     "gpu",

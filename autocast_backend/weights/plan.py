@@ -30,6 +30,10 @@ from .scope import Scope
 
 log = _logging.log
 
+USES_THAT_PAY = 2
+"""Calls in one scope from which on a cast outside of the graph is faster than one in each call:
+`benchmarks threshold`."""
+
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -127,7 +131,7 @@ class _ByUse:
         if scope is not self._scope:
             self._uses_before, self._uses, self._scope = self._uses, 0, scope
         self._uses += 1
-        if scope is None or max(self._uses, self._uses_before) < 2:
+        if scope is None or max(self._uses, self._uses_before) < USES_THAT_PAY:
             return self._call_inside(args)
         outside = self._outside or self._compile()
         if self._broken is not None and self._broken(args):

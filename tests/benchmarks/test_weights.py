@@ -1,8 +1,11 @@
 """The questions about the weight plan."""
 
+from functools import partial
+
 import torch
 
-from benchmarks import decode, training
+from autocast_backend import weight_cache_info
+from benchmarks import decode, threshold, training
 from benchmarks.answer import Answer
 from benchmarks.harness import compare
 from benchmarks.memory import peak_bytes
@@ -63,3 +66,17 @@ def test_decode_is_judged_by_the_limit_or_by_the_noise():
         decode.judge(form, rows, answer)
         verdicts.append([target.verdict for target in answer.targets])
     assert verdicts == [["missed", "met", "met", "met"], ["met", "met"]]
+
+
+def test_the_threshold_is_judged_by_both_places_of_a_cast(tmp_path, monkeypatch):
+    monkeypatch.setattr(threshold, "USES", (1, 2))
+    tiny = GPT(1, width=32, heads=2), 1024
+    monkeypatch.setattr(threshold, "model_of", lambda quick: tiny)
+    compiled = threshold.compiled
+    monkeypatch.setattr(threshold, "compiled", partial(compiled, inner="aot_eager"))
+    before = weight_cache_info().casts
+    assert threshold.main(["--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert weight_cache_info().casts > before  # outside of a graph, also with one call in a context
+    answer = Answer.load(tmp_path / "threshold.json")
+    assert [*answer.sections] == ["1 calls in a context", "2 calls in a context"]
+    assert len(answer.targets) == 1
