@@ -66,6 +66,14 @@ def test_cuda_without_a_native_library(copy: Path) -> None:  # noqa: F811
     assert found["CPU"].endswith("| kernels {False}")
 
 
+def test_without_the_package_all_works(copy: Path) -> None:  # noqa: F811
+    before = "import sys; sys.modules['triton'] = None\n" + CUDA_WITHOUT_A_GPU
+    found = lines(report(copy, before=before))
+    assert found["CUDA"].startswith("reference: there is no native library that loads; no Triton:")
+    assert found["CUDA"].endswith("| kernels {False}")
+    assert (found["TIER"], found["RIGHT"]) == ("reference", "True")
+
+
 def test_forced_and_interpreted(copy: Path) -> None:  # noqa: F811
     (copy / LIBRARY).write_bytes(b"not a library")  # and is not loaded
     found = lines(report(copy, "triton", TRITON_INTERPRET="1"))

@@ -63,8 +63,9 @@ def cast_with_stats_kernel(
     overflows = tl.zeros([TILE], tl.int32)
     underflows = tl.zeros([TILE], tl.int32)
     nans = tl.zeros([TILE], tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        begin = tl.cast(tile, tl.int64) * TILE
+    tile = tl.program_id(0)
+    while tile < tiles:
+        begin = tile.to(tl.int64) * TILE
         rest = count - begin
         mask = main_mask(lanes, rest, ALIGNED)
         a, o, u, n = cast_and_count(to + begin + lanes, source + begin + lanes, mask, TO, FROM)
@@ -72,6 +73,7 @@ def cast_with_stats_kernel(
         overflows += o
         underflows += u
         nans += n
+        tile += tl.num_programs(0)
     add_up(stats, amax, overflows, underflows, nans)
     if ALIGNED and tl.program_id(0) == 0:
         few = count // WIDTH * WIDTH + tl.arange(0, WIDTH)
