@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,24 +256,6 @@ def test_sizes_the_second_graph_was_not_compiled_for() -> None:
             after = weight_cache_info()
             assert (after.hits + after.casts > before.hits + before.casts) == (n in (4, 5))
     assert seen == [False, True]
-
-
-def test_version_refuses_what_fsdp_manages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 keeps the version counter of a weight it fills anew."""
-    w = nn.Parameter(data(8, 8))
-    param = SimpleNamespace(_unsharded_param=w)
-    state = SimpleNamespace(_fsdp_param_group=SimpleNamespace(fsdp_params=[param]))
-    import torch.distributed.fsdp._fully_shard._fsdp_state
-    from torch.distributed import _composable_state
-
-    monkeypatch.setattr(
-        _composable_state, "_module_state_mapping", {nn.Linear(1, 1): lambda: state}
-    )
-    _, report = plan_of(lambda w, x: x @ w, w, data(3, 8))
-    assert reasons(report) == {"FSDP manages it, and fills it anew without counting that"}
-    compiled = torch.compile(lambda w, x: x @ w, **ours(weight_cache="version"))
-    with bf16(), pytest.raises(RuntimeError, match="FSDP manages this weight"):
-        compiled(w, data(3, 8))
 
 
 def test_the_report_names_every_weight() -> None:

@@ -1,0 +1,76 @@
+"""FSDP2 in one process: it gathers its weights before each forward and frees them after, without
+counting that in their version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.support import assert_same_bits
+
+from .support import EAGER, bf16, casts_made, data, make, ours
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rdzv", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Blocks(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Block(), Block())
+
+
+def steps(**arguments: Any) -> list[torch.Tensor]:
+    """The outputs of three steps of training, each block compiled and sharded on its own."""
+    torch._dynamo.reset()
+    model = make(Blocks)
+    mesh = init_device_mesh("cpu", (1,))
+    for block in model:
+        block.compile(**arguments)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = []
+    for x in data(3, 2, 8):
+        with bf16():
+            output = model(x)
+        output.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach())
+    return outputs
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_casts_of_what_fsdp_manages_stay_in_the_graph() -> None:
+    expected = steps(**EAGER)
+    assert not torch.equal(expected[0], expected[1])
+    found: list[torch.Tensor] = []
+    assert casts_made(lambda: found.extend(steps(**ours()))) == 0
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_version_refuses_what_fsdp_manages() -> None:
+    with pytest.raises(RuntimeError, match=r"linear.*FSDP manages this weight"):
+        steps(**ours(weight_cache="version"))
