@@ -1,7 +1,9 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autocast_backend.state import AutocastState, contexts_entered
 
@@ -41,3 +43,11 @@ def process_state_left_alone() -> Iterator[None]:
     yield
     after = _process_state()
     assert after == before
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    """Distributed PyTorch, with this process as all there is."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rdzv", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -249,13 +247,6 @@ def test_a_graph_outside_every_region_is_compiled_as_stock_compiles_it() -> None
 
     ours = outputs(backend="smart_autocast", options={"inner": "aot_eager"})
     assert_same_bits(ours, outputs(backend="aot_eager"))
-
-
-@pytest.fixture
-def one_process_group(tmp_path: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rdzv", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Deep(nn.Module):

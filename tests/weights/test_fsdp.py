@@ -3,13 +3,10 @@ counting that in their version."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,13 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from tests.support import assert_same_bits
 
 from .support import EAGER, bf16, casts_made, data, make, ours
-
-
-@pytest.fixture
-def one_process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rdzv", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Block(nn.Module):
