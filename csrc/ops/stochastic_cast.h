@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "grid.h"
+#include "round_number.h"
 #include "smart_cast.h"
 #include "tensor_list.h"
 

@@ -1,5 +1,6 @@
 """The CUDA kernels without a GPU: what nvcc makes of them, and their code run on the CPU."""
 
+import functools
 import os
 import re
 import shutil
@@ -31,53 +32,85 @@ class Compiled:
     ptx: str
 
 
-@pytest.fixture(scope="module", params=["80", "90", "100"])
-def multi_cast(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Compiled:
+# How many kernels each op has: pairs of dtypes, and tables of two sizes.
+KERNELS = {
+    "multi_cast": 4 * 4 * 2,
+    "unscale_cast": (4 + 3) * 2,
+    "stochastic_cast": 3 * 2,
+    "cast_with_stats": 4 * 2,
+}
+
+
+@functools.cache
+def compiled(op: str, architecture: str, folder: Path) -> Compiled:
     if NVCC is None:
         pytest.skip("needs nvcc")
-    architecture = request.param
     known = subprocess.run([NVCC, "--list-gpu-code"], capture_output=True, text=True).stdout
     if f"sm_{architecture}" not in known.split():
         pytest.skip(f"this nvcc does not know sm_{architecture}")
-    folder = tmp_path_factory.mktemp(f"sm_{architecture}")
+    folder = folder / f"{op}_{architecture}"
+    folder.mkdir()
     command = [NVCC, "-cubin", "-std=c++20", f"-arch=sm_{architecture}", "-Xptxas", "-v"]
     command += ["--keep", "--keep-dir", str(folder), "-o", str(folder / "out.cubin"), "-DUSE_CUDA"]
     command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    command += ["-I", str(INCLUDE), str(CSRC / "ops/cuda/multi_cast_kernel.cu")]
+    command += ["-I", str(INCLUDE), str(CSRC / f"ops/cuda/{op}_kernel.cu")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return Compiled(ptxas=done.stderr, ptx=(folder / "multi_cast_kernel.ptx").read_text())
+    return Compiled(ptxas=done.stderr, ptx=(folder / f"{op}_kernel.ptx").read_text())
 
 
-def test_registers_and_spills(multi_cast: Compiled) -> None:
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", multi_cast.ptxas)]
-    assert len(registers) == 4 * 4 * 2  # dtypes to dtypes, in tables of two sizes
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cuda")
+
+
+# All architectures for the one with the most kernels, one for each of the others.
+every_op = pytest.mark.parametrize(
+    ("op", "architecture"),
+    [
+        ("multi_cast", "80"),
+        ("multi_cast", "90"),
+        ("multi_cast", "100"),
+        ("unscale_cast", "80"),
+        ("stochastic_cast", "90"),
+        ("cast_with_stats", "100"),
+    ],
+)
+
+
+@every_op
+def test_registers_and_spills(op: str, architecture: str, folder: Path) -> None:
+    ptxas = compiled(op, architecture, folder).ptxas
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", ptxas)]
+    assert len(registers) == KERNELS[op]
     assert max(registers) <= MOST_REGISTERS
     # The table stays where parameters are: nothing of it is copied to a thread's own memory.
-    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", multi_cast.ptxas)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", ptxas)
     assert frames == [("0", "0")] * len(registers)
 
 
-def test_loads_and_stores_are_vectors_of_16_bytes(multi_cast: Compiled) -> None:
-    kernels = multi_cast.ptx.split(".visible .entry ")[1:] or multi_cast.ptx.split(".entry ")[1:]
-    assert len(kernels) == 32
+@every_op
+def test_loads_and_stores_are_vectors_of_16_bytes(op: str, architecture: str, folder: Path) -> None:
+    ptx = compiled(op, architecture, folder).ptx
+    kernels = ptx.split(".visible .entry ")[1:] or ptx.split(".entry ")[1:]
+    assert len(kernels) == KERNELS[op]
     vector = r"(v4\.[bfu]32|v2\.[bfu]64)"
+    # Four numbers have random words in common: of 16 bits they fill half of it.
+    stored = r"([bu]64|v2\.[bfu]32)" if op == "stochastic_cast" else vector
     for kernel in kernels:
         name = kernel.split("(")[0]
         assert re.search(rf"ld\.global\.(nc\.)?{vector}", kernel), name
-        assert re.search(rf"st\.global\.{vector}", kernel), name
+        assert re.search(rf"st\.global\.{stored}", kernel), name
         assert "ld.param" in kernel, name
         # Address spaces are known: a generic access would have to find out at run time.
         assert not re.search(r"\b(ld|st)\.(v\d\.)?[bfu]\d", kernel), name
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-def test_multi_cast_thread_by_thread(tmp_path: Path) -> None:
+def test_thread_by_thread(tmp_path: Path) -> None:
     program = tmp_path / "emulate"
-    source = Path(__file__).with_name("emulate_multi_cast.cpp")
-    sanitizers = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    source = Path(__file__).with_name("emulate_kernels.cpp")
+    sanitizers = ["-O1", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = [str(COMPILER), "-std=c++20", *sanitizers, "-Wno-unknown-pragmas"]
     built = subprocess.run(
         [*command, f"-I{INCLUDE}", str(source), "-o", str(program)], capture_output=True, text=True

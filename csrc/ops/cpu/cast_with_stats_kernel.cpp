@@ -1,6 +1,7 @@
 // cast_with_stats on the CPU: blocks that fit in the nearest cache are cast into a buffer there,
 // counted, and written out from it.
 
+#include "../cast_with_stats.h"
 #include "../tensor_list.h"
 #include "convert.h"
 #include "loops.h"
@@ -16,14 +17,9 @@
 #include <cmath>
 #include <cstdint>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 
 namespace smart_autocast {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t kBlock = 2048;   // elements cast at a time: 4 KiB of them, and 8 KiB of float32
 constexpr int64_t kPiece = 65536;  // elements that a thread takes at a time
@@ -78,21 +74,9 @@ void cast_piece(const Cast& cast, Stats& stats, double& amax, char* to, const ch
   }
 }
 
-[[noreturn]] void fail(const std::string& message) {
-  throw std::runtime_error("smart_autocast::cast_with_stats: " + message);
-}
-
 std::tuple<Tensor, Tensor> cast_with_stats(const Tensor& self, ScalarType dtype) {
-  if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16) {
-    fail(std::string("argument 'dtype' must be torch.float16 or torch.bfloat16, got ") +
-         torch::headeronly::toString(dtype));
-  }
+  check_cast_with_stats(self, dtype);
   const ScalarType from = self.scalar_type();
-  if (from != ScalarType::Double && from != ScalarType::Float && from != ScalarType::Half &&
-      from != ScalarType::BFloat16) {
-    fail(std::string("argument 'self' must be float64, float32, float16 or bfloat16, got ") +
-         torch::headeronly::toString(from));
-  }
   OwnedTensor tensor = owned_tensor(self);
   if (!is_dense(tensor, Geometry(tensor))) {
     // A dense one with the strides that the result has.

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "../grid.h"
+#include "../round_number.h"
 
 #include <cstdint>
 

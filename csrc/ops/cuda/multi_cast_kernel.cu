@@ -1,17 +1,11 @@
-// multi_cast on CUDA: one launch for all tensors of a dtype, up to the capacity of a table.
-//
-// The table of tensors is the kernel's parameter. It is copied when the kernel is launched, or
-// captured: a CUDA graph that is replayed later reads no memory of the host, and none is allocated
-// on the device. What is not dense, or of another dtype than these four, is ATen's copy.
+// multi_cast on CUDA: one launch for all tensors of a dtype, up to the capacity of a table. What is
+// not dense, or of another dtype than these four, is ATen's copy.
 
 #include "../multi_cast.h"
+#include "launch.cuh"
 #include "multi_cast_device.cuh"
 
-#include <cuda_runtime.h>
-
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
 
 #include <algorithm>
 #include <array>
@@ -21,44 +15,13 @@
 namespace smart_autocast {
 namespace {
 
-constexpr int kBlocksPerProcessor = 8;
-
-struct Launch {
-  int processors;
-  bool large_tables;
-  cudaStream_t stream;
-};
-
-template <typename To, typename From, int kCapacity>
-void launch_table(const Launch& launch, const Entry* entries, int size) {
-  Table<kCapacity> table;
-  table.size = size;
-  table.total = 0;
-  for (int i = 0; i < size; ++i) {
-    table.total += entries[i].end;  // so far its own number of elements
-    table.entries[i] = {entries[i].from, entries[i].to, table.total};
-  }
-  // Large chunks amortise the search for their tensors, small ones occupy all of the GPU.
-  const int64_t blocks_at_once = static_cast<int64_t>(launch.processors) * kBlocksPerProcessor;
-  table.chunk = table.total / 8192 >= 2 * blocks_at_once ? 8192 : 2048;
-  const int64_t chunks = (table.total + table.chunk - 1) / table.chunk;
-  const auto blocks = static_cast<unsigned>(std::min(chunks, blocks_at_once));
-  multi_cast_kernel<To, From, kCapacity><<<blocks, kThreads, 0, launch.stream>>>(table);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
 template <typename To, typename From>
 void cast_all(const Launch& launch, const std::vector<Entry>& entries) {
-  const int size = static_cast<int>(entries.size());
-  const int capacity = launch.large_tables && size > kSmallTable ? kLargeTable : kSmallTable;
-  for (int done = 0; done < size; done += capacity) {
-    const int now = std::min(capacity, size - done);
-    if (capacity == kLargeTable) {
-      launch_table<To, From, kLargeTable>(launch, entries.data() + done, now);
-    } else {
-      launch_table<To, From, kSmallTable>(launch, entries.data() + done, now);
-    }
-  }
+  start_tables(launch, entries,
+               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+                 multi_cast_kernel<To, From, kCapacity>
+                     <<<blocks, kThreads, 0, launch.stream>>>(table);
+               });
 }
 
 using CastAll = void (*)(const Launch&, const std::vector<Entry>&);
@@ -93,15 +56,7 @@ class Work {
   }
 
   void run(int32_t device) const {
-    Launch launch{};
-    int driver = 0;
-    STD_CUDA_CHECK(
-        cudaDeviceGetAttribute(&launch.processors, cudaDevAttrMultiProcessorCount, device));
-    STD_CUDA_CHECK(cudaDriverGetVersion(&driver));
-    launch.large_tables = driver >= 12010;
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-    launch.stream = static_cast<cudaStream_t>(stream);
+    const Launch launch(device);
     for (size_t from = 0; from < entries_.size(); ++from) {
       kKernels[to_][from](launch, entries_[from]);
     }
@@ -129,11 +84,7 @@ void multi_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
       results[i] = cast_by_aten(tensors[i], dtype);
       continue;
     }
-    AtenTensorHandle result = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides,
-                                                    code, aoti_torch_device_type_cuda(), device,
-                                                    &result));
-    results[i].reset(result);
+    results[i] = empty_strided(geometry, code, device);
     work.add(from, results[i], tensors[i], geometry.numel);
   }
   if (to >= 0) {

@@ -1,0 +1,75 @@
+// stochastic_cast on CUDA: one launch for all tensors, up to the capacity of a table. What is not
+// float32 becomes it by ATen's copy, and float8 is made by it of numbers that are rounded already.
+
+#include "../stochastic_cast.h"
+#include "launch.cuh"
+#include "stochastic_cast_device.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace smart_autocast {
+namespace {
+
+template <typename To>
+void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid grid, uint64_t seed,
+               uint64_t counter) {
+  start_tables(launch, entries,
+               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+                 stochastic_cast_kernel<To, kCapacity>
+                     <<<blocks, kThreads, 0, launch.stream>>>(table, grid, seed, counter);
+                 counter += static_cast<uint64_t>(next_begin(table.total)) / kWords;
+               });
+}
+
+void stochastic_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = take_list(stack[0]);
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
+  const auto seed = static_cast<uint64_t>(torch::stable::detail::to<int64_t>(stack[2]));
+  const auto offset = torch::stable::detail::to<int64_t>(stack[3]);
+  check_stochastic_cast(tensors, dtype, offset);
+  const bool is_kernels = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+  const int32_t code = dtype_code(is_kernels ? dtype : ScalarType::Float);
+  const int32_t float_code = dtype_code(ScalarType::Float);
+  const int32_t device = tensors.empty() ? 0 : DeviceOf(tensors[0]).index;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const Launch launch(device);
+
+  std::vector<Entry> entries;
+  TensorList results, cast;  // cast: by ATen, which makes them dense
+  for (const OwnedTensor& tensor : tensors) {
+    const OwnedTensor* source = &tensor;
+    if (dtype_of(tensor) != float_code || !is_dense(tensor, Geometry(tensor))) {
+      cast.push_back(cast_by_aten(tensor, ScalarType::Float));
+      source = &cast.back();
+    }
+    const Geometry geometry(*source);
+    results.push_back(empty_strided(geometry, code, device));
+    if (geometry.numel > 0) {
+      entries.push_back({data_of(*source), data_of(results.back()), geometry.numel});
+    }
+  }
+  const Grid grid = find_grid(dtype);
+  const auto counter = static_cast<uint64_t>(offset);
+  if (dtype == ScalarType::BFloat16) {
+    round_all<BFloat16>(launch, entries, grid, seed, counter);
+  } else if (dtype == ScalarType::Half) {
+    round_all<Half>(launch, entries, grid, seed, counter);
+  } else {
+    round_all<float>(launch, entries, grid, seed, counter);
+    for (OwnedTensor& result : results) {
+      result = cast_by_aten(result, dtype);
+    }
+  }
+  stack[0] = give_list(std::move(results));
+}
+
+}  // namespace
+}  // namespace smart_autocast
+
+STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CUDA, m) {
+  m.impl("stochastic_cast", &smart_autocast::stochastic_cast_cuda);
+}

@@ -1,0 +1,140 @@
+// Many tensors in one launch: the table of them, and how blocks walk through it. It needs no CUDA
+// header beyond the language itself, so that tests/csrc/emulate_kernels.cpp can run what is built
+// on it on a CPU; so do all *_device.cuh.
+
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace smart_autocast {
+namespace {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+constexpr int kThreads = 256;
+constexpr int kVectorBytes = 16;
+
+// Tensors are laid end to end: this one's elements begin at the first multiple of kTensorBegin
+// after those of the one before.
+struct Entry {
+  const void* from;
+  void* to;
+  int64_t end;
+};
+
+// Stochastic rounding needs it: four elements share a random number's counter.
+constexpr int kTensorBegin = 4;
+__host__ __device__ __forceinline__ int64_t next_begin(int64_t end) {
+  return (end + kTensorBegin - 1) & -int64_t{kTensorBegin};
+}
+
+// 4 KiB of parameters on every driver and architecture; 32,764 bytes since CUDA 12.1.
+constexpr int kSmallTable = 168;
+constexpr int kLargeTable = 1360;
+// For what a kernel takes besides its table.
+constexpr int kOtherParameters = 40;
+
+template <int kCapacity>
+struct Table {
+  int64_t total;  // the end of the last
+  int64_t chunk;  // elements that a block takes at a time, a multiple of kTensorBegin
+  int32_t size;   // entries
+  Entry entries[kCapacity];
+};
+static_assert(sizeof(Table<kSmallTable>) + kOtherParameters <= 4096 &&
+              sizeof(Table<kLargeTable>) + kOtherParameters <= 32764);
+
+// Calls work(entry, first, place, count) for each stretch of one tensor that is this block's:
+// `count` elements from `place` on, of a tensor that begins at `first`.
+template <int kCapacity, typename Work>
+__device__ __forceinline__ void for_each_stretch(const Table<kCapacity>& table, const Work& work) {
+  for (int64_t begin = blockIdx.x * table.chunk; begin < table.total;
+       begin += gridDim.x * table.chunk) {
+    const int64_t end = min(begin + table.chunk, table.total);
+    int low = 0, high = table.size;  // the first tensor that ends after `begin` lies between
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (table.entries[middle].end <= begin) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    int64_t first = low == 0 ? 0 : next_begin(table.entries[low - 1].end);
+    for (int64_t place = begin; place < end; ++low) {
+      const Entry entry = table.entries[low];
+      const int64_t stop = min(end, entry.end);
+      work(entry, first, place, static_cast<int>(stop - place));
+      first = place = next_begin(stop);
+    }
+  }
+}
+
+template <typename T, int kSize>
+struct alignas(sizeof(T) * kSize < kVectorBytes ? sizeof(T) * kSize : kVectorBytes) Vector {
+  T values[kSize];
+};
+
+// static_cast through torch's own Half and BFloat16 gives the bits that aten::to gives, NaNs
+// included; it rounds float64 to float32 first.
+template <typename To, typename From>
+__device__ __forceinline__ To convert(From value) {
+  if constexpr (std::is_same_v<To, From>) {
+    return value;
+  } else {
+    return static_cast<To>(static_cast<float>(value));
+  }
+}
+
+// A stretch of one tensor, by a block: to[i] = map(from[i]). Stores of whole vectors begin at the
+// first aligned place of `to`; whether loads can be vectors there depends on `from` alone.
+template <typename To, typename From, typename Map>
+__device__ __forceinline__ void map_stretch(To* __restrict__ to, const From* __restrict__ from,
+                                            int count, Map&& map) {
+  constexpr int kSize = kVectorBytes / (sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
+  const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(to) % kVectorBytes);
+  const int head =
+      min(count, beyond == 0 ? 0 : (kVectorBytes - beyond) / static_cast<int>(sizeof(To)));
+  const int vectors = (count - head) / kSize;
+  const int tail = head + vectors * kSize;
+  // Both ends are shorter than the block.
+  if (static_cast<int>(threadIdx.x) < head) {
+    to[threadIdx.x] = map(from[threadIdx.x]);
+  }
+  if (static_cast<int>(threadIdx.x) < count - tail) {
+    to[tail + threadIdx.x] = map(from[tail + threadIdx.x]);
+  }
+
+  auto* to_vectors = reinterpret_cast<Vector<To, kSize>*>(to + head);
+  if (reinterpret_cast<uintptr_t>(from + head) % kVectorBytes == 0) {
+    const auto* from_vectors = reinterpret_cast<const Vector<From, kSize>*>(from + head);
+#pragma unroll 2
+    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+      const Vector<From, kSize> in = from_vectors[i];
+      Vector<To, kSize> out;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        out.values[k] = map(in.values[k]);
+      }
+      to_vectors[i] = out;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+      Vector<To, kSize> out;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        out.values[k] = map(from[head + i * kSize + k]);
+      }
+      to_vectors[i] = out;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace smart_autocast

@@ -1,0 +1,91 @@
+// unscale_cast on CUDA: one launch for all gradients of a dtype. What is not dense, has a dtype
+// without a kernel, or is to have another than float32 and has not, is cast by ATen before it.
+
+#include "../unscale_cast.h"
+#include "launch.cuh"
+#include "unscale_cast_device.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace smart_autocast {
+namespace {
+
+template <typename To, typename From>
+void unscale_all(const Launch& launch, const std::vector<Entry>& entries, const float* scale,
+                 float* found_inf) {
+  start_tables(launch, entries,
+               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+                 unscale_cast_kernel<To, From, kCapacity>
+                     <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
+               });
+}
+
+struct Kernel {
+  ScalarType to, from;
+  void (*unscale_all)(const Launch&, const std::vector<Entry>&, const float*, float*);
+};
+
+constexpr std::array kKernels = {
+    Kernel{ScalarType::Float, ScalarType::Float, unscale_all<float, float>},
+    Kernel{ScalarType::Float, ScalarType::Half, unscale_all<float, Half>},
+    Kernel{ScalarType::Float, ScalarType::BFloat16, unscale_all<float, BFloat16>},
+    Kernel{ScalarType::Float, ScalarType::Double, unscale_all<float, double>},
+    Kernel{ScalarType::Double, ScalarType::Double, unscale_all<double, double>},
+    Kernel{ScalarType::Half, ScalarType::Half, unscale_all<Half, Half>},
+    Kernel{ScalarType::BFloat16, ScalarType::BFloat16, unscale_all<BFloat16, BFloat16>},
+};
+
+// Where in kKernels; -1: nowhere.
+int find_kernel(ScalarType to, ScalarType from) {
+  const auto found = std::find_if(kKernels.begin(), kKernels.end(), [&](const Kernel& kernel) {
+    return kernel.to == to && kernel.from == from;
+  });
+  return found == kKernels.end() ? -1 : static_cast<int>(found - kKernels.begin());
+}
+
+void unscale_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList grads = take_list(stack[0]);
+  const OwnedTensor scale(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[2]);
+  check_unscale_cast(grads, scale, dtype);
+  const int32_t device = DeviceOf(scale).index;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const Launch launch(device);
+  OwnedTensor found_inf = zeros(1, ScalarType::Float, launch, device);
+
+  std::array<std::vector<Entry>, kKernels.size()> entries;
+  TensorList results, cast;  // cast: by ATen, which makes them dense
+  for (const OwnedTensor& grad : grads) {
+    const OwnedTensor* source = &grad;
+    int kernel = find_kernel(dtype, scalar_type(dtype_of(grad)));
+    if (kernel < 0 || !is_dense(grad, Geometry(grad))) {
+      cast.push_back(cast_by_aten(grad, dtype));
+      source = &cast.back();
+      kernel = find_kernel(dtype, dtype);
+    }
+    const Geometry geometry(*source);
+    results.push_back(empty_strided(geometry, dtype_code(dtype), device));
+    if (geometry.numel > 0) {
+      entries[kernel].push_back({data_of(*source), data_of(results.back()), geometry.numel});
+    }
+  }
+  for (size_t i = 0; i < kKernels.size(); ++i) {
+    kKernels[i].unscale_all(launch, entries[i], reinterpret_cast<const float*>(data_of(scale)),
+                            reinterpret_cast<float*>(data_of(found_inf)));
+  }
+  stack[0] = give_list(std::move(results));
+  stack[1] = torch::stable::detail::from(found_inf.release());
+}
+
+}  // namespace
+}  // namespace smart_autocast
+
+STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CUDA, m) {
+  m.impl("unscale_cast", &smart_autocast::unscale_cast_cuda);
+}

@@ -1,0 +1,244 @@
+// The CUDA kernels, thread by thread on a CPU, on random lists of tensors. Where each thread's work
+// is independent of the others', so that their order does not matter, one thread runs them all;
+// where a block's threads wait for each other, they are threads here, too. Built and run by
+// test_cuda_code.py, with AddressSanitizer and UBSan, which see every access outside of a tensor
+// and every vector that is not aligned.
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../csrc/ops/cpu/round_loop.h"
+
+struct Index {
+  unsigned x;
+};
+static thread_local Index blockIdx, threadIdx;
+static Index gridDim;
+using std::min;
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __grid_constant__
+#define __shared__ static  // one block at a time
+
+// One block's threads, and what they exchange.
+static std::barrier block_barrier(256);
+static double exchanged[256];
+static void __syncthreads() { block_barrier.arrive_and_wait(); }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int distance) {
+  exchanged[threadIdx.x] = static_cast<double>(value);
+  __syncthreads();
+  const auto other = static_cast<T>(exchanged[threadIdx.x ^ distance]);
+  __syncthreads();
+  return other;
+}
+// Only one thread of a block comes to these.
+template <typename T>
+void atomicMax(T* to, T value) {
+  *to = std::max(*to, value);
+}
+static void atomicAdd(double* to, double value) { *to += value; }
+
+#include "../../csrc/ops/cuda/cast_with_stats_device.cuh"
+#include "../../csrc/ops/cuda/multi_cast_device.cuh"
+#include "../../csrc/ops/cuda/stochastic_cast_device.cuh"
+#include "../../csrc/ops/cuda/unscale_cast_device.cuh"
+
+using namespace smart_autocast;
+
+constexpr float kSpecial[] = {NAN, 1e9F, -1e9F, 1e-9F, 3e38F, 1e-39F, INFINITY, -INFINITY};
+
+// A random list of tensors, at any place in memory or, for results alone, as an allocator has them;
+// with the first `special` of these numbers here and there.
+template <typename To, typename From, int kCapacity = kSmallTable>
+struct List {
+  std::vector<std::vector<From>> from;
+  std::vector<std::vector<To>> to;
+  std::vector<int> from_offset, to_offset, count;
+  To untouched;
+  Table<kCapacity> table;
+
+  List(std::mt19937& random, bool any_place, unsigned special) {
+    const int size = 1 + random() % kCapacity;
+    std::memset(static_cast<void*>(&untouched), 0x5a, sizeof(To));
+    table.size = size;
+    table.total = 0;
+    from.resize(size);
+    to.resize(size);
+    for (int i = 0; i < size; ++i) {
+      const bool large = kCapacity == 1 || random() % 10 == 0;
+      count.push_back(1 + random() % (large ? 30000 : 70));
+      from_offset.push_back(random() % 9);
+      to_offset.push_back(any_place ? random() % 9 : 0);
+      from[i].resize(from_offset[i] + count[i]);
+      to[i].assign(to_offset[i] + count[i] + 9, untouched);
+      for (From& value : from[i]) {
+        const float number = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 8;
+        const bool is_special = special > 0 && random() % 50 == 0;
+        value = static_cast<From>(is_special ? kSpecial[random() % special] : number);
+      }
+      table.total = next_begin(table.total) + count[i];
+      table.entries[i] = {from[i].data() + from_offset[i], to[i].data() + to_offset[i],
+                          table.total};
+    }
+    table.chunk = random() % 2 == 0 ? 2048 : 8192;
+    const int64_t chunks = (table.total + table.chunk - 1) / table.chunk;
+    gridDim.x = static_cast<unsigned>(min<int64_t>(chunks, 1 + random() % 40));
+  }
+
+  template <typename Kernel>
+  void run(const Kernel& kernel) const {
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+      for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) {
+        kernel();
+      }
+    }
+  }
+
+  template <typename Kernel>
+  void run_with_threads(const Kernel& kernel) const {
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&, i] {
+        threadIdx.x = i;
+        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+          kernel();
+          __syncthreads();
+        }
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  }
+
+  // Whether every element is wanted(tensor, place) and every one beside the tensors untouched.
+  template <typename Wanted>
+  bool check(const char* kernel, const Wanted& wanted) const {
+    for (int i = 0; i < table.size; ++i) {
+      for (int k = 0; k < static_cast<int>(to[i].size()); ++k) {
+        const int place = k - to_offset[i];
+        const bool inside = place >= 0 && place < count[i];
+        const To right = inside ? wanted(i, place) : untouched;
+        if (std::memcmp(&right, &to[i][k], sizeof(To)) != 0) {
+          std::printf("%s: tensor %d of %d, element %d of %d\n", kernel, i, table.size, place,
+                      count[i]);
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  From source(int i, int place) const { return from[i][from_offset[i] + place]; }
+};
+
+template <typename To, typename From>
+bool multi_cast(std::mt19937& random) {
+  const List<To, From> list(random, /*any_place=*/true, /*special=*/8);
+  list.run([&] { multi_cast_kernel<To, From, kSmallTable>(list.table); });
+  return list.check("multi_cast",
+                    [&](int i, int place) { return convert<To>(list.source(i, place)); });
+}
+
+template <typename To, typename From>
+bool unscale_cast(std::mt19937& random) {
+  List<To, From> list(random, /*any_place=*/true, /*special=*/0);
+  if (random() % 2 == 0) {
+    const auto i = random() % list.count.size();
+    list.from[i].back() = static_cast<From>(kSpecial[random() % 2 == 0 ? 0 : 7]);
+  }
+  const float scale = 3, inverse = 1.0F / 3;
+  float found = 0;
+  list.run([&] { unscale_cast_kernel<To, From, kSmallTable>(list.table, &scale, &found); });
+  float wanted_found = 0;
+  const bool right = list.check("unscale_cast", [&](int i, int place) {
+    using Wide = std::conditional_t<std::is_same_v<To, double>, double, float>;
+    const auto narrow = static_cast<Wide>(convert<To>(list.source(i, place)));
+    wanted_found = std::isfinite(narrow) ? wanted_found : 1;
+    return convert<To>(narrow * inverse);
+  });
+  if (found != wanted_found) {
+    std::printf("unscale_cast: found_inf is %g, wanted %g\n", found, wanted_found);
+  }
+  return right && found == wanted_found;
+}
+
+// Against the kernel for CPUs, whose bits test_stochastic_cast.py compares with others.
+template <typename To>
+bool stochastic_cast(std::mt19937& random, Grid grid) {
+  const List<To, float> list(random, /*any_place=*/false, /*special=*/8);
+  const uint64_t seed = uint64_t{random()} << 32 | random(), counter = uint64_t{0xffffff00};
+  list.run([&] { stochastic_cast_kernel<To, kSmallTable>(list.table, grid, seed, counter); });
+  std::vector<uint32_t> rounded;
+  int of = -1;
+  uint64_t first = counter;
+  return list.check("stochastic_cast", [&](int i, int place) {
+    if (i != of) {
+      first += (rounded.size() + 3) / 4;
+      rounded.resize(list.count[i]);
+      std::memcpy(rounded.data(), list.from[i].data() + list.from_offset[i], 4 * rounded.size());
+      round_loop(rounded.data(), list.count[i], grid, seed, first);
+      of = i;
+    }
+    float value;
+    std::memcpy(&value, &rounded[place], sizeof(value));
+    return convert<To>(value);
+  });
+}
+
+template <typename To, typename From>
+bool cast_with_stats(std::mt19937& random) {
+  const List<To, From, 1> list(random, /*any_place=*/true, random() % 2 == 0 ? 6 : 8);
+  double numbers[4] = {};
+  list.run_with_threads([&] { cast_with_stats_kernel<To, From>(list.table, numbers); });
+  double wanted[4] = {};
+  const bool right = list.check("cast_with_stats", [&](int i, int place) {
+    const From value = list.source(i, place);
+    const auto number = static_cast<double>(value);
+    const To result = convert<To>(value);
+    const auto after = static_cast<double>(static_cast<float>(result));
+    wanted[0] = std::isnan(number) ? wanted[0] : std::max(wanted[0], std::fabs(number));
+    wanted[1] += std::isfinite(number) && std::isinf(after);
+    wanted[2] += number != 0 && after == 0;
+    wanted[3] += std::isnan(number);
+    return result;
+  });
+  if (std::memcmp(numbers, wanted, sizeof(wanted)) != 0) {
+    std::printf("cast_with_stats: %g %g %g %g, wanted %g %g %g %g\n", numbers[0], numbers[1],
+                numbers[2], numbers[3], wanted[0], wanted[1], wanted[2], wanted[3]);
+    return false;
+  }
+  return right;
+}
+
+int main() {
+  bool right = true;
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    std::mt19937 random(seed);
+    right &= multi_cast<BFloat16, float>(random) && multi_cast<float, BFloat16>(random) &&
+             multi_cast<Half, BFloat16>(random) && multi_cast<double, Half>(random) &&
+             multi_cast<Half, double>(random) && multi_cast<float, float>(random);
+    right &= unscale_cast<float, Half>(random) && unscale_cast<float, float>(random) &&
+             unscale_cast<float, double>(random) && unscale_cast<double, double>(random) &&
+             unscale_cast<BFloat16, BFloat16>(random);
+    right &= stochastic_cast<BFloat16>(random, {.fraction = 7, .bottom = 0}) &&
+             stochastic_cast<Half>(random, {.fraction = 10, .bottom = 113}) &&
+             stochastic_cast<float>(random, {.fraction = 3, .bottom = 121});
+  }
+  for (unsigned seed = 0; seed < 3; ++seed) {
+    std::mt19937 random(seed);
+    right &= cast_with_stats<Half, float>(random) && cast_with_stats<BFloat16, double>(random) &&
+             cast_with_stats<BFloat16, Half>(random);
+  }
+  return right ? 0 : 1;
+}
