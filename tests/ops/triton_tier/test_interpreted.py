@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autocast_backend import _triton
+from autocast_backend._native import TIER_VARIABLE
 from autocast_backend.ops import KERNEL_TIER
 
 pytest.importorskip("triton")
@@ -55,13 +55,13 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.skipif(_triton.interpreted(), reason="this is that run")
+@pytest.mark.skipif(bool(os.environ.get(TIER_VARIABLE)), reason="this is the run of one tier")
 def test_interpreted() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [*command, *(str(HERE.parent / chosen) for chosen in CHOSEN)],
         cwd=HERE.parents[2],
-        env={**os.environ, "SMART_AUTOCAST_KERNELS": "triton", "TRITON_INTERPRET": "1"},
+        env={**os.environ, TIER_VARIABLE: "triton", "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
