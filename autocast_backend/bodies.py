@@ -1,5 +1,6 @@
-"""Higher-order ops whose body runs once, where its node stands: they are lowered like inlined
-code."""
+"""Higher-order ops whose bodies are lowered: those that run their body once, where their node
+stands, like inlined code; and those that run bodies some number of times, where there are no
+gradients."""
 
 from __future__ import annotations
 
@@ -51,6 +52,19 @@ IN_PLACE = {
 }
 
 
+APART = {
+    "cond": (1, 2),
+    "map_impl": (0,),
+    "scan": (0,),
+    "while_loop": (0, 1),
+}
+"""Ops that compute the gradients of their bodies by themselves, under the autocast of the forward:
+which arguments are bodies. Without gradients they only call them."""
+
+STALE = "smart_autocast_stale"
+"""In the `meta` of such an op whose bodies' example values are not those it runs with."""
+
+
 @dataclass(frozen=True)
 class Body:
     """One body, and how its node calls it."""
@@ -72,10 +86,24 @@ class Bodies:
         call = IN_PLACE.get(str(node.target)) if node.op == "call_function" else None
         if call is None:
             return None
-        attribute = node.args[call.body]
+        body = self._graph_at(node.args[call.body], call.again)
+        return None if body is None else Body(body, call)
+
+    def apart(self, node: fx.Node, grad: bool) -> list[fx.GraphModule]:
+        """The bodies that `node` only calls, in the state where it stands; none where `grad` is on
+        and it may have gradients to compute, or where nothing is known of their values."""
+        places = APART.get(str(node.target), ()) if node.op == "call_function" else ()
+        values = (n.meta.get("example_value") for n in node.all_input_nodes)
+        if (grad and any(getattr(v, "requires_grad", False) for v in values)) or STALE in node.meta:
+            return []
+        found = [self._graph_at(node.args[place]) for place in places]
+        return [body for body in found if body is not None] if all(found) else []
+
+    def _graph_at(self, attribute: Any, again: bool = False) -> fx.GraphModule | None:
+        """The body that an argument fetches, if no other node does."""
         if not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
             return None
-        if not call.again and (self._readers[attribute.target] > 1 or len(attribute.users) > 1):
+        if not again and (self._readers[attribute.target] > 1 or len(attribute.users) > 1):
             return None
         body = getattr(self._module, str(attribute.target))
-        return Body(body, call) if isinstance(body, fx.GraphModule) else None
+        return body if isinstance(body, fx.GraphModule) else None

@@ -18,7 +18,7 @@ from ._torch.dynamo import (
     is_higher_order_op,
     is_set_grad_enabled,
 )
-from .bodies import Bodies
+from .bodies import APART, Bodies
 from .recipes import Recipe, tensor_arguments
 from .regions import Placement, find_regions, is_region_node
 from .state import AutocastState
@@ -109,6 +109,9 @@ def plan_graph(
             found = (body.module, placements[node], body.call.grad_mode(node, grad))
             inner += [] if found in inner else [found]
             continue
+        if not (inside or transforms) and (apart := bodies.apart(node, grad)):
+            inner += [(found, placements[node], False) for found in apart]
+            continue
         candidate.in_transform = bool(inside or transforms)
         candidate.refused = refusal(node, candidate.in_transform)
         if candidate.refused is None and not touches_tensors(node):
@@ -154,6 +157,8 @@ def _dtypes(nodes: Sequence[Any]) -> list[torch.dtype | None]:
 def refusal(node: fx.Node, inside_transform: bool) -> str | None:
     """Why a call is not even tried; None where it is."""
     if is_higher_order_op(node.target):
+        if str(node.target) in APART:
+            return f"the higher-order op {node.target} is lowered without gradients only"
         return f"the higher-order op {node.target} is not lowered yet"
     if node.op == "call_module":
         return "a call of a submodule is not looked into"

@@ -22,7 +22,7 @@ from ._torch.dynamo import (
     is_set_grad_enabled,
 )
 from ._torch.fake_tensors import fake_mode_of, like, observing
-from .bodies import Bodies
+from .bodies import APART, STALE, Bodies
 from .lowering import Context
 from .overrides import PolicyError
 from .overriding import Overrider, call_name
@@ -112,6 +112,8 @@ class _Run:
             elif is_set_grad_enabled(node.target):
                 grad, values[node] = bool(node.args[0]), None
             else:
+                if str(node.target) in APART:
+                    node.meta[STALE] = True  # its bodies are not run here
                 transforms += is_functorch_transform(node.target)
                 refused = refusal(node, bool(inside or transforms))
                 records = recorded and grad

@@ -4,7 +4,7 @@ under autocast. Either way outputs and gradients are those of eager, bit for bit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -102,7 +102,7 @@ class Case:
 
 CASES = {
     "cond": Case(branches),
-    "while_loop": Case(loop, gradients=False),
+    "while_loop": Case(loop, bracketed=False, gradients=False),
     "scan": Case(scanned, (3, 8, 8)),
     "map": Case(mapped, (3, 8, 8)),
     "flex_attention": Case(attended, (16, 16), gradients=False),
@@ -137,6 +137,55 @@ def results(function: Function, case: Case, way: str, **arguments: Any) -> list[
 
 
 @pytest.mark.parametrize("way", ["region", "ambient"])
+@pytest.mark.parametrize(
+    ("name", "lowered"), [("cond", 2), ("map", 1), ("scan", 2), ("while_loop", 1)]
+)
+def test_bodies_are_lowered_without_gradients(name: str, lowered: int, way: str) -> None:
+    """With them, PyTorch computes them under the autocast of the forward, whatever it is later."""
+    case = replace(CASES[name], gradients=False)
+    expected = results(case.function, case, way, backend="eager")
+    counters.clear()
+    options = {"inner": "aot_eager"}
+    actual = results(case.function, case, way, backend="smart_autocast", options=options)
+    counted = counters["smart_autocast"]
+    assert (counted["lowered"], counted["bracketed"]) == (lowered, 0)
+    assert_same_bits(actual, expected, name)
+
+
+@pytest.mark.parametrize("name", ["cond", "map", "scan", "while_loop"])
+def test_bodies_under_the_option_autocast(name: str) -> None:
+    """Nobody knows the values in its bodies: they stay in a bracket."""
+    case = replace(CASES[name], gradients=False)
+    expected = results(case.function, case, "ambient", backend="eager")
+    counters.clear()
+    options = {"inner": "aot_eager", "autocast": BF16}
+    actual = results(case.function, case, "off", backend="smart_autocast", options=options)
+    assert counters["smart_autocast"]["bracketed"] == 1
+    assert_same_bits(actual, expected, name)
+
+
+def test_a_region_inside_of_a_branch() -> None:
+    def branch(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = v @ u
+        return y.float() @ u
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, branch, lambda v, u: v @ u, (x, w))
+
+    case = Case(function, gradients=False)
+    expected = results(function, case, "off", backend="eager")
+    counters.clear()
+    options = {"inner": "aot_eager"}
+    actual = results(function, case, "off", backend="smart_autocast", options=options)
+    assert (counters["smart_autocast"]["lowered"], counters["smart_autocast"]["bracketed"]) == (
+        1,
+        0,
+    )
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("way", ["region", "ambient"])
 @pytest.mark.parametrize("name", CASES)
 def test_bits(name: str, way: str) -> None:
     case = CASES[name]
@@ -161,6 +210,19 @@ def test_the_weight_of_a_bracket_is_a_weight_outside() -> None:
     options = {"inner": "aot_eager"}
     actual = results(function, case, "region", backend="smart_autocast", options=options)
     assert_same_bits(actual, expected)
+
+
+def before_a_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return branches(x, w) + x @ w
+
+
+def test_branches_and_a_call_without_gradients() -> None:
+    case = Case(before_a_product, gradients=False)
+    for way in ("region", "ambient"):
+        expected = results(before_a_product, case, way, backend="eager")
+        options = {"inner": "aot_eager"}
+        actual = results(before_a_product, case, way, backend="smart_autocast", options=options)
+        assert_same_bits(actual, expected)
 
 
 def after_a_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
