@@ -351,6 +351,26 @@ TO_FP16, TO_BF16 = "autocast_to_fp16.default", "autocast_to_bf16.default"
 TO_FP32 = "autocast_to_full_precision.default"
 
 
+def test_a_kernel_on_the_autocast_key_of_cuda() -> None:
+    """Its casts are found out by watching it; there is no row for it."""
+    library = torch.library.Library("smart_autocast_edges", "FRAGMENT")
+    library.define("product(Tensor x, Tensor w) -> Tensor")
+    op = torch.ops.smart_autocast_edges.product.default
+
+    def rule(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with AutocastState.off().applied():
+            return op(x.to(torch.get_autocast_dtype("cuda")), w.float())
+
+    library.impl("product", lambda x, w: x * w, "CompositeExplicitAutograd")
+    library.impl("product", rule, "AutocastCUDA")
+    try:
+        half = ("cuda", torch.float16, (4, 4))
+        calls = [TO_FP16, TO_FP32, "product.default"]
+        check_on_fake_cuda(AutocastState.of(CUDA_FP16), op, CUDA, half, calls=calls)
+    finally:
+        library._destroy()
+
+
 def test_scalars_on_the_cpu_mixed_with_cuda_tensors() -> None:
     """CUDA autocast casts CUDA tensors alone."""
     state = AutocastState.of(CUDA_FP16)
