@@ -185,12 +185,6 @@ class Composites(Layers):
             )
 
 
-class Vmapped(Layers):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(**BF16):
-            return torch.func.vmap(lambda v: (v @ self.a.weight).sin())(self.b(x))
-
-
 def _x() -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
 
@@ -202,7 +196,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
             Nested,
             Checkpointed,
             RegionInsideCheckpoint,
-            CustomFunction,
             InPlaceAndViews,
             Dropout,
             NoGrad,
@@ -210,7 +203,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
             SharedWeight,
             Losses,
             Composites,
-            Vmapped,
         )
     },
     "Convolutional": (Convolutional, lambda: torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)),

@@ -1,5 +1,6 @@
 """Higher-order ops under autocast: their bodies are lowered where they stand, or the whole op stays
-under autocast. Either way outputs and gradients are those of eager, bit for bit."""
+under autocast. Either way outputs and gradients are those of eager, bit for bit. (Checkpoints:
+tests/aot/test_checkpointing.py and tests/test_equality.py.)"""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import lower_autocast
 from tests.support import BF16, assert_same_bits, capture, targets, tensors
@@ -62,10 +62,6 @@ def without_marks(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return part(part(x, w).float(), w)
 
 
-def checkpointed(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return checkpoint(lambda v, u: (v @ u).sin(), x, w, use_reentrant=False)
-
-
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -108,7 +104,6 @@ CASES = {
     "flex_attention": Case(attended, (16, 16), gradients=False),
     # The backend "eager" cannot run its backward.
     "invoke_subgraph": Case(nested_compile_regions, bracketed=False, oracle=without_marks),
-    "checkpoint": Case(checkpointed, bracketed=False),
     "autograd_function_apply": Case(own_function, bracketed=False),
 }
 
