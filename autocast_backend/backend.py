@@ -16,7 +16,12 @@ from . import _logging
 from ._torch.aot import training_graphs
 from ._torch.autocast import disable_autocast, wrap_with_autocast
 from ._torch.configs import backward_traced_off
-from ._torch.dynamo import counters, lookup_backend, timed
+from ._torch.dynamo import (
+    counters,
+    keep_out_of_packages,
+    lookup_backend,
+    timed,
+)
 from ._torch.fake_tensors import fake_inputs
 from .backward import Assumption, Region
 from .lowering import Context, lower
@@ -59,6 +64,7 @@ def smart_autocast(
         RegionError: the graph's autocast regions do not nest.
     """
     parsed = parse_options(options, mode)
+    keep_out_of_packages(graph_module)
     now = AutocastState.current()
     context = Context(
         ambient=now.inside(parsed.autocast),

@@ -30,6 +30,7 @@ class Model(nn.Module):
             y = self.b(torch.relu(self.a(x))) + self.b(torch.relu(self.a(x + 1)))
         return self.c(y.float())
 
+{before}
 torch.manual_seed(0)
 model = Model()
 x = torch.arange(32.0).view(4, 8) / 32
@@ -37,6 +38,7 @@ with torch.autocast("cpu", torch.{dtype}, enabled=not {in_graph}):
     out = torch.compile(model, backend="{backend}")(x)
 with torch.autocast("cpu", torch.bfloat16, enabled={backward_on}):
     out.float().square().sum().backward()
+{after}
 aot = counters["aot_autograd"]
 print(json.dumps({{
     "hit": aot["autograd_cache_hit"], "miss": aot["autograd_cache_miss"],
@@ -56,11 +58,19 @@ def run(
     dtype: str = "bfloat16",
     *,
     backward_on: bool = False,
+    before: str = "",
+    after: str = "",
+    **environment: str,
 ) -> dict[str, Any]:
     program = PROGRAM.format(
-        backend=backend, in_graph=in_graph, dtype=dtype, backward_on=backward_on
+        backend=backend,
+        in_graph=in_graph,
+        dtype=dtype,
+        backward_on=backward_on,
+        before=before,
+        after=after,
     )
-    result = run_python(program, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    result = run_python(program, TORCHINDUCTOR_CACHE_DIR=str(cache), **environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -96,6 +106,21 @@ def test_a_second_process_follows_another_state_of_its_backward(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_a_package_does_not_lose_what_follows_the_state(tmp_path: Path) -> None:
+    """Dynamo's packages call no backend when they are loaded: a graph of ours stays out of them,
+    and the second process compiles it again, from the compile caches."""
+    file = str(tmp_path / "artifacts")
+    write = f"open({file!r}, 'wb').write(torch.compiler.save_cache_artifacts()[0])"
+    load = f"torch.compiler.load_cache_artifacts(open({file!r}, 'rb').read())"
+    packages = {"TORCH_CACHING_PRECOMPILE": "1"}
+    cold = run(tmp_path / "cold", "smart_autocast", True, after=write, **packages)
+    warm = run(tmp_path / "warm", "smart_autocast", True, backward_on=True, before=load, **packages)
+    assert [(r["hit"], r["variants"]) for r in (cold, warm)] == [(0, 0), (1, 1)]
+    assert warm["values"][0] == cold["values"][0]
+    assert all(w != c for w, c in zip(warm["values"][1:-1], cold["values"][1:-1], strict=True))
+
+
+@pytest.mark.slow
 def test_stock_bypasses_its_cache_for_a_region_in_the_graph(tmp_path: Path) -> None:
     """PyTorch #191106: enter and exit nodes are not cacheable on 2.13. If this fails, torch has
     learned to cache them, and the comparison in the docs must change."""
@@ -118,6 +143,19 @@ def lower_a_product(n: int = 4) -> int:
     with FakeTensorMode():
         x = torch.empty(n, n)
         return lower_with_report(graph_of(torch.mm, (x, x), {}, state), state).checked
+
+
+def test_what_is_compiled_ahead_of_time_is_refused() -> None:
+    """`aot_compile` keeps what AOTAutograd made, and nothing of what we put around it."""
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    torch._dynamo.reset()
+    x = torch.ones(4, 4, requires_grad=True)
+    compiled = torch.compile(product, backend="smart_autocast", fullgraph=True)
+    with pytest.raises(NotImplementedError, match="Call the compiled function instead"):
+        compiled.aot_compile(((x,), {}))
 
 
 def test_verdicts_survive_the_process(store: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def pass_through_error() -> type[Exception]:
@@ -63,6 +64,33 @@ def compiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
     except AttributeError:  # no translation on this thread
         return None
     return dict(output.local_scope), dict(output.global_scope)
+
+
+def keep_out_of_packages(graph_module: fx.GraphModule) -> None:
+    """Have every process compile a graph again, with `torch._dynamo.config.caching_precompile` too.
+
+    A package holds what AOTAutograd compiled, and calls no backend when it is loaded. What a
+    backend has put around that is lost: a loaded backward could not follow its state.
+
+    Raises:
+        NotImplementedError: inside of `torch.compile(...).aot_compile`, which makes nothing else.
+    """
+    if vars(graph_module).pop("_backend_id", None) is None:  # the name AOTAutograd records it by
+        return
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:  # no translation on this thread
+        raise NotImplementedError(
+            "aot_compile writes a compiled graph to a file without what lets its backward follow "
+            "the autocast state it meets. Call the compiled function instead: compile caches on "
+            "disk, also in torch.compiler.save_cache_artifacts, work with smart_autocast"
+        ) from None
+    output.bypass_package(
+        "smart_autocast compiles in each process: its backwards follow the autocast state they "
+        "meet, which a package does not keep. Compile caches on disk work as ever"
+    )
 
 
 def is_functorch_transform(target: Any) -> int:
