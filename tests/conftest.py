@@ -15,6 +15,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="try N random programs, new ones each time (tests/conformance/test_programs.py)",
     )
+    parser.addoption(
+        "--region-dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="of the regions around PyTorch's lists (tests/conformance/test_{op,module}_db.py)",
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

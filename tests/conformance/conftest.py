@@ -1,5 +1,14 @@
+from typing import Any
+
 import pytest
 import torch
+
+
+@pytest.fixture
+def region(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """The arguments of `torch.autocast` around what PyTorch lists."""
+    dtype = getattr(torch, pytestconfig.getoption("--region-dtype"))
+    return {"device_type": "cpu", "dtype": dtype}
 
 
 @pytest.fixture

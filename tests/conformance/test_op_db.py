@@ -1,5 +1,6 @@
-"""PyTorch's own list of operators, each in a bfloat16 region on the CPU, forward and backward; and
-each outside of autocast with its backward in such a region.
+"""PyTorch's own list of operators, each in a region on the CPU, forward and backward; and each
+outside of autocast with its backward in such a region. Of bfloat16, or with `--region-dtype
+float16`.
 
 Compared with the oracle (the same Dynamo graph under real autocast): dtypes and bits. Where
 AOTAutograd itself computes other bits - it decomposes batch norm, interpolation and QR - ours must
@@ -16,7 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
-from tests.support import BF16, assert_same_bits, tensors
+from tests.support import assert_same_bits, tensors
 
 OPS = {
     op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""): op
@@ -29,7 +30,9 @@ UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 }
 
 
-def outcome(op: OpInfo, *, around: str, **compile_arguments: Any) -> tuple[list[Any], list[Any]]:
+def outcome(
+    op: OpInfo, *, around: str, autocast: dict[str, Any], **compile_arguments: Any
+) -> tuple[list[Any], list[Any]]:
     """Outputs and gradients of the operator's first sample, with autocast around the operator
     ("forward") or around its backward ("backward")."""
     torch._dynamo.reset()
@@ -40,7 +43,7 @@ def outcome(op: OpInfo, *, around: str, **compile_arguments: Any) -> tuple[list[
         return op.op(given, *args, **kwargs)
 
     def region(given: Any, args: Any, kwargs: Any) -> Any:
-        with torch.autocast(**BF16):
+        with torch.autocast(**autocast):
             return op.op(given, *args, **kwargs)
 
     function = region if around == "forward" else plain
@@ -52,7 +55,7 @@ def outcome(op: OpInfo, *, around: str, **compile_arguments: Any) -> tuple[list[
     if not roots or not leaves:
         return outputs, []
     loss = torch.stack([t.float().sum() for t in roots]).sum()
-    with torch.autocast(**BF16, enabled=around == "backward"):
+    with torch.autocast(**autocast, enabled=around == "backward"):
         return outputs, list(torch.autograd.grad(loss, leaves, allow_unused=True))
 
 
@@ -66,33 +69,35 @@ def resolved(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(OPS.keys() - UNINITIALIZED))
-def test_bits(name: str) -> None:
-    check(name, "forward")
+def test_bits(name: str, region: dict[str, Any]) -> None:
+    check(name, "forward", region)
 
 
 @pytest.mark.parametrize(
     "name", sorted(n for n in OPS.keys() - UNINITIALIZED if OPS[n].supports_autograd)
 )
-def test_bits_with_backward_under_autocast(name: str) -> None:
-    check(name, "backward")
+def test_bits_with_backward_under_autocast(name: str, region: dict[str, Any]) -> None:
+    check(name, "backward", region)
 
 
-def check(name: str, around: str) -> None:
+def check(name: str, around: str, autocast: dict[str, Any]) -> None:
     """Compare with the oracle, or with stock where stock's bits are known to be others."""
     op = OPS[name]
     try:
-        expected = outcome(op, around=around, backend="eager")
+        expected = outcome(op, around=around, autocast=autocast, backend="eager")
     except Exception as error:
         if not name.startswith(EAGER_RAISES):
             raise
         pytest.skip(f"eager autocast itself raises: {str(error).splitlines()[0]}")
     options = {"inner": "aot_eager"}
-    actual = outcome(op, around=around, backend="smart_autocast", options=options)
+    actual = outcome(
+        op, around=around, autocast=autocast, backend="smart_autocast", options=options
+    )
     try:
         assert_same_bits(resolved(actual), resolved(expected), name)
     except AssertionError:
         assert name in DIFFERENT_IN_STOCK
-        stock = outcome(op, around=around, backend="aot_eager")
+        stock = outcome(op, around=around, autocast=autocast, backend="aot_eager")
         assert_same_bits(resolved(actual), resolved(stock), name)
 
 
