@@ -22,7 +22,7 @@ TESTS = [
     "test_stochastic_cast.py",
 ]
 # Processes of their own, what compiles, and what is only more of the same values.
-NOT = "not thread and not fork and not compile and not opcheck and not narrower and not every_value"
+NOT = "not thread and not fork and not compile and not opcheck and not narrower and not every_"
 
 pytestmark = [
     pytest.mark.slow,

@@ -128,9 +128,9 @@ def test_mixtures(target: torch.dtype) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", [f32, f64, f16, bf16])
-def test_every_value(source: torch.dtype, target: torch.dtype) -> None:
+def test_values_of_every_kind(source: torch.dtype, target: torch.dtype) -> None:
     pool = patterns(source)
-    assert_expected([pool[:: max(1, pool.numel() // 2**16)]], target)
+    assert_expected([pool[:: pool.numel() // 2**14]], target)
 
 
 @pytest.mark.parametrize(

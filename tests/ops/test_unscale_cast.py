@@ -68,8 +68,9 @@ def test_mixtures(dtype: torch.dtype, scale: float) -> None:
 
 @pytest.mark.parametrize("dtype", [f32, f64, f16, bf16])
 @pytest.mark.parametrize("source", FLOATS_WITH_GRAD)
-def test_every_value(source: torch.dtype, dtype: torch.dtype) -> None:
+def test_values_of_every_kind(source: torch.dtype, dtype: torch.dtype) -> None:
     everything = patterns(source)
+    everything = everything[:: max(1, everything.numel() // 2**16)]
     finite = everything[everything.to(dtype).isfinite()]
     for scale in (torch.tensor(7.0), torch.tensor(inf)):
         assert assert_as_in_two_passes([everything], scale, dtype) == 1
