@@ -113,8 +113,8 @@ def test_a_package_does_not_lose_what_follows_the_state(tmp_path: Path) -> None:
     write = f"open({file!r}, 'wb').write(torch.compiler.save_cache_artifacts()[0])"
     load = f"torch.compiler.load_cache_artifacts(open({file!r}, 'rb').read())"
     packages = {"TORCH_CACHING_PRECOMPILE": "1"}
-    cold = run(tmp_path / "cold", "smart_autocast", True, after=write, **packages)
-    warm = run(tmp_path / "warm", "smart_autocast", True, backward_on=True, before=load, **packages)
+    cold = run(tmp_path, "smart_autocast", True, after=write, **packages)
+    warm = run(tmp_path, "smart_autocast", True, backward_on=True, before=load, **packages)
     assert [(r["hit"], r["variants"]) for r in (cold, warm)] == [(0, 0), (1, 1)]
     assert warm["values"][0] == cold["values"][0]
     assert all(w != c for w, c in zip(warm["values"][1:-1], cold["values"][1:-1], strict=True))
