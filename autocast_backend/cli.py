@@ -152,7 +152,7 @@ def info() -> dict[str, str]:
         "triton": _version("triton"),
         "backend": _backend_entry_point(),
         "kernel tier": f"{tier.name}: {tier.reason}",
-        **{f"kernels on {device}": str(own) for device, own in tier.devices.items()},
+        **{f"{device} kernels": str(own) for device, own in tier.devices.items()},
         "native library": str(tier.library or "none"),
         "built with": ", ".join(f"{what} {version}" for what, version in built.items()) or "none",
         "CPU capability": tier.cpu_capability or torch.backends.cpu.get_cpu_capability(),

@@ -15,7 +15,7 @@ def test_info_prints_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["torch"].startswith(torch.__version__)
     assert facts["kernel tier"] == f"{KERNEL_TIER.name}: {KERNEL_TIER.reason}"
     for device, tier in KERNEL_TIER.devices.items():
-        assert facts[f"kernels on {device}"] == f"{tier.name}: {tier.reason}"
+        assert facts[f"{device} kernels"] == f"{tier.name}: {tier.reason}"
     assert facts["native library"] == str(KERNEL_TIER.library or "none")
     assert KERNEL_TIER.cuda_reason in facts["CUDA library"]
     assert facts["backend"] == "autocast_backend.backend:smart_autocast"
