@@ -110,6 +110,7 @@ class _Shared:
     lock = threading.RLock()
     lasting: ClassVar[dict[Key, Cast]] = {}  # of weight_cache="version"
     kept: ClassVar[dict[Key, Cast]] = {}  # the last casts of graphs that keep their memory
+    kept_on_cpu: ClassVar[dict[Key, Cast]] = {}  # those of other graphs without gradients
     changes = 0  # counts what makes casts wrong without a trace in their weights
     hits = misses = casts = 0
 
@@ -155,6 +156,9 @@ class GraphWeights:
             shares with other graphs. If not, its regions are its own, and so are their casts.
         keep_memory: give a weight's cast the same address in every scope, as CUDA graphs want it.
             Its memory then lives as long as the weight.
+
+    On the CPU the memory of casts without gradients is kept, too, until the next training call: the
+    system's new pages cost four times what the cast costs (`benchmarks decode`).
     """
 
     def __init__(
@@ -214,7 +218,9 @@ class GraphWeights:
     def _make(
         self, weights: list[Tensor], casts: dict[Key, Cast], nodes: dict[Key, tuple[Cast, Tensor]]
     ) -> None:
-        for known in (casts, _Shared.kept):
+        if any(self._grads):
+            _Shared.kept_on_cpu.clear()
+        for known in (casts, _Shared.kept, _Shared.kept_on_cpu):
             for key in [key for key, cast in known.items() if not cast.is_alive()]:
                 del known[key]
         made: dict[Key, Cast] = {}
@@ -246,6 +252,8 @@ class GraphWeights:
             casts[key] = cast
             if self._keep_memory and not is_captured(results[key]):
                 _Shared.kept[key] = cast
+            elif results[key].is_cpu and not self._lasting and not any(self._grads):
+                _Shared.kept_on_cpu[key] = cast
         _Shared.casts += len(made)
         _Shared.misses += len(made)
         _Shared.hits += len(weights) - len(made)
@@ -254,7 +262,7 @@ class GraphWeights:
         """Memory for a new cast: that of the one it replaces, or of an earlier scope."""
         if is_captured(weight):
             return None
-        for former in (casts, _Shared.kept):
+        for former in (casts, _Shared.kept, _Shared.kept_on_cpu):
             memory = former[key].recycled() if key in former else None
             if (
                 memory is not None
@@ -350,6 +358,7 @@ def clear_weight_cache() -> None:
             contents.nodes.clear()
         _Shared.lasting.clear()
         _Shared.kept.clear()
+        _Shared.kept_on_cpu.clear()
         _Shared.changes += 1
 
 
@@ -360,7 +369,8 @@ def weight_cache_info() -> WeightCacheInfo:
     """
     with _Shared.lock:
         found = [cast for _, cast in _all_casts() if cast.is_alive()]
-        holding = found + [cast for cast in _Shared.kept.values() if cast.is_alive()]
+        kept = [*_Shared.kept.values(), *_Shared.kept_on_cpu.values()]
+        holding = found + [cast for cast in kept if cast.is_alive()]
         memories = {id(cast): cast.memory.cast for cast in holding}
         size = sum(memory.nbytes for memory in memories.values())
         return WeightCacheInfo(len(found), size, _Shared.hits, _Shared.misses, _Shared.casts)

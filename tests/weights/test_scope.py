@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocast_backend import clear_weight_cache, weight_cache_info
 from autocast_backend.weights.scope import current_scope
-from tests.support import BF16, FP16
+from tests.support import BF16, FP16, assert_same_bits
 
 from .support import Net, bf16, casts_made, data, make, ours
 
 WEIGHTS = 4  # of a Net
+BYTES = 2 * (8 * 8 + 8) * 2  # of their casts
 
 
 class Watching(TorchDispatchMode):
@@ -31,6 +32,13 @@ class Watching(TorchDispatchMode):
 
 def compiled_net(**options: Any) -> nn.Module:
     return torch.compile(make(), **ours(**options))  # type: ignore[return-value]
+
+
+def casts_of_the_scope() -> list[torch.Tensor]:
+    scope = current_scope()
+    assert scope is not None
+    assert scope.contents is not None
+    return [cast.memory.cast for cast in scope.contents.casts.values()]
 
 
 def test_a_scope_is_one_life_of_eagers_cache() -> None:
@@ -98,23 +106,54 @@ def test_graphs_share_the_casts_of_a_scope() -> None:
 
 def test_the_memory_goes_when_the_scope_ends() -> None:
     model = compiled_net()
-    with torch.no_grad(), bf16():
-        for _ in range(2):
-            model(data(3, 8))
+    with bf16():
+        model(data(3, 8))
         held = weight_cache_info()
-        assert (held.entries, held.bytes) == (WEIGHTS, 2 * (8 * 8 + 8) * 2)
-        scope = current_scope()
-        assert scope is not None
-        assert scope.contents is not None
-        storages = [
-            weakref.ref(c.memory.cast.untyped_storage()) for c in scope.contents.casts.values()
-        ]
+        assert (held.entries, held.bytes) == (WEIGHTS, BYTES)
+        storages = [weakref.ref(cast.untyped_storage()) for cast in casts_of_the_scope()]
         gc.disable()  # it must not be needed
     try:
         assert weight_cache_info()[:2] == (0, 0)
         assert [s() for s in storages] == [None] * WEIGHTS
     finally:
         gc.enable()
+
+
+def test_on_the_cpu_the_next_scope_gets_the_memory_of_casts_without_gradients() -> None:
+    model = compiled_net()
+
+    def addresses() -> list[int]:
+        with torch.no_grad(), bf16():
+            for _ in range(2):
+                model(data(3, 8))
+            return [cast.data_ptr() for cast in casts_of_the_scope()]
+
+    first = addresses()
+    assert weight_cache_info()[:2] == (0, BYTES)
+    assert addresses() == first
+    with bf16():
+        model(data(3, 8))  # for training, memory is dearer than time
+        assert weight_cache_info().bytes == BYTES
+    assert weight_cache_info().bytes == 0
+
+
+def test_memory_that_somebody_holds_is_not_written_over() -> None:
+    net = make(Net)
+    model = torch.compile(net, **ours())
+
+    def casts() -> list[torch.Tensor]:
+        with torch.no_grad(), bf16():
+            for _ in range(2):
+                model(data(3, 8))
+            return [cast.view(-1) for cast in casts_of_the_scope()]
+
+    held = casts()
+    values = [cast.clone() for cast in held]
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(1)
+    assert {cast.data_ptr() for cast in casts()}.isdisjoint(cast.data_ptr() for cast in held)
+    assert_same_bits(held, values)
 
 
 def test_clear_autocast_cache_is_respected() -> None:
