@@ -101,8 +101,9 @@ std::tuple<Tensor, Tensor> cast_with_stats(const Tensor& self, ScalarType dtype)
       .from_size = static_cast<int64_t>(self.element_size()),
   };
   const int64_t pieces = (geometry.numel + kPiece - 1) / kPiece;
-  const bool stream = geometry.numel * (cast.from_size + 2) > last_level_cache_bytes() / 2;
   char* to_data = data_of(result);
+  const bool stream = geometry.numel * (cast.from_size + 2) > last_level_cache_bytes() / 2 &&
+                      is_written(to_data + geometry.numel);
   const char* from_data = data_of(tensor);
   Stats total;
   double total_amax = 0;

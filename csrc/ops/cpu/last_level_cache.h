@@ -1,10 +1,16 @@
-// How much a core's last cache holds: larger results are stored around it.
+// When stores go around the caches: for results that a core's last cache does not hold, in memory
+// that was written to before.
 
 #pragma once
 
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 namespace smart_autocast {
 
@@ -22,6 +28,20 @@ inline int64_t last_level_cache_bytes() {
     return (kilobytes > 0 ? kilobytes : int64_t{32} << 10) << 10;
   }();
   return bytes;
+}
+
+// Whether something has been written to the page of an address before. A new one is zeroed by the
+// system at the first store, and then in cache: stores around the caches would be slower there.
+inline bool is_written(const char* address) {
+#ifdef __linux__
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  unsigned char resident = 1;
+  auto* begin = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(address) / page * page);
+  return mincore(begin, 1, &resident) != 0 || (resident & 1) != 0;
+#else
+  (void)address;
+  return true;
+#endif
 }
 
 }  // namespace smart_autocast

@@ -26,6 +26,7 @@ struct Run {
   int64_t count;
   int64_t to_size, from_size;  // of an element
   int64_t first_block = 0;     // in the range of all runs
+  bool stream = false;         // with stores that go around the caches
 };
 
 // A stretch of one, which begins with the element `first`.
@@ -33,7 +34,7 @@ struct Stretch {
   char* to;
   const char* from;
   int64_t first, count;
-  bool stream;  // with stores that go around the caches
+  bool stream;
 };
 
 // Calls work(run, stretch) until all of `runs` are done; each of them is, or begins with, a Run.
@@ -47,7 +48,11 @@ void share_out(std::vector<AnyRun>& runs, const Work& work) {
   }
   // What does not fit in the caches need not push out what is in them. Far below, a plain store is
   // up to twice as fast.
-  const bool stream = bytes > last_level_cache_bytes() / 2;
+  if (bytes > last_level_cache_bytes() / 2) {
+    for (AnyRun& run : runs) {
+      run.stream = is_written(static_cast<const char*>(run.to) + run.count / 2 * run.to_size);
+    }
+  }
   const int64_t pieces = (blocks + kPiece - 1) / kPiece;
   const int64_t workers = std::min<int64_t>(pieces / 2, torch::stable::get_num_threads());
   // A thread that touches new memory for the first time is many times slower there, and others may
@@ -65,7 +70,7 @@ void share_out(std::vector<AnyRun>& runs, const Work& work) {
         const int64_t to = std::min((end - part->first_block) * kBlock, part->count);
         work(*part, Stretch{static_cast<char*>(part->to) + from * part->to_size,
                             static_cast<const char*>(part->from) + from * part->from_size, from,
-                            to - from, stream});
+                            to - from, part->stream});
       }
     }
   };
