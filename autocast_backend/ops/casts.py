@@ -188,9 +188,10 @@ def _stochastic_cast(
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """The dtypes of `_ARITHMETIC`, laid out by strides."""
+    """The dtypes of `_ARITHMETIC`, laid out by strides, and not so large that a kernel of ours gains
+    what its call costs."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
-    return strided and tensor.dtype in _ARITHMETIC
+    return strided and tensor.dtype in _ARITHMETIC and tensor.numel() < 2**20
 
 
 def _below_autograd(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
