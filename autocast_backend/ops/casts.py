@@ -188,7 +188,7 @@ def _stochastic_cast(
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """The dtypes of `_ARITHMETIC`, laid out by strides, and not so large that a kernel of ours gains
+    """The dtypes of `_ARITHMETIC`, laid out by strides, and too small for a kernel of ours to gain
     what its call costs."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and tensor.dtype in _ARITHMETIC and tensor.numel() < 2**20
