@@ -158,7 +158,7 @@ class GraphWeights:
             Its memory then lives as long as the weight.
 
     On the CPU the memory of casts without gradients is kept, too, until the next training call: the
-    system's new pages cost four times what the cast costs (`benchmarks decode`).
+    system's new pages cost several times what the cast costs (`benchmarks casts`).
     """
 
     def __init__(
@@ -218,7 +218,8 @@ class GraphWeights:
     def _make(
         self, weights: list[Tensor], casts: dict[Key, Cast], nodes: dict[Key, tuple[Cast, Tensor]]
     ) -> None:
-        if any(self._grads):
+        trains = any(self._grads)
+        if trains:
             _Shared.kept_on_cpu.clear()
         for known in (casts, _Shared.kept, _Shared.kept_on_cpu):
             for key in [key for key, cast in known.items() if not cast.is_alive()]:
@@ -252,7 +253,7 @@ class GraphWeights:
             casts[key] = cast
             if self._keep_memory and not is_captured(results[key]):
                 _Shared.kept[key] = cast
-            elif results[key].is_cpu and not self._lasting and not any(self._grads):
+            elif results[key].is_cpu and not self._lasting and not trains:
                 _Shared.kept_on_cpu[key] = cast
         _Shared.casts += len(made)
         _Shared.misses += len(made)
