@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
+    from .explaining import CastReport, explain
     from .ops import (
         CastStats,
         UnscaledGrads,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .weights import clear_weight_cache, weight_cache_info
 
 _HOMES = {
+    "CastReport": "explaining",
     "CastStats": "ops",
     "AutocastState": "state",
     "BackwardAutocastError": "ambient",
@@ -42,6 +44,7 @@ _HOMES = {
     "autocast_to_full_precision": "ops",
     "autocast_to_reduced_precision": "ops",
     "clear_weight_cache": "weights",
+    "explain": "explaining",
     "kernels": "ops",
     "lower_autocast": "standalone",
     "cast_with_stats": "ops",
@@ -56,6 +59,7 @@ __all__ = [
     "BackwardAutocastError",
     "BackwardAutocastWarning",
     "BackwardError",
+    "CastReport",
     "CastStats",
     "UnscaledGrads",
     "autocast_to_bf16",
@@ -64,6 +68,7 @@ __all__ = [
     "autocast_to_reduced_precision",
     "cast_with_stats",
     "clear_weight_cache",
+    "explain",
     "kernels",
     "lower_autocast",
     "multi_cast",

@@ -37,6 +37,9 @@ from .weights.plan import WeightPlan
 log = _logging.log
 _logging.register()
 
+listeners: list[Callable[[fx.GraphModule, Context], None]] = []
+"""Called with each graph once it is lowered, before anything else is done with it."""
+
 
 @put_right_after_errors()
 def smart_autocast(
@@ -89,6 +92,8 @@ def smart_autocast(
             report=report,
         )
     _tell(graph_module, context)
+    for listener in listeners:
+        listener(graph_module, context)
     inner = _inner(parsed)
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import runpy
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = _policies(options.device, options.check)
         elif options.command == "lower":
             status = _lower(options)
+        elif options.command == "explain":
+            status = _explain(options)
         else:
             status = _info()
         sys.stdout.flush()
@@ -49,6 +52,14 @@ def _parser() -> argparse.ArgumentParser:
         help="compare the tables with what the installed torch registers; exit with 1 if they "
         "differ",
     )
+    explain = commands.add_parser(
+        "explain", help="run a Python program, then say what became of each call that it compiled"
+    )
+    explain.add_argument("program", type=Path, help="a Python file; what follows are its arguments")
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    explain.add_argument(
+        "--report", type=Path, metavar="FILE", help="the same as an HTML page; before the program"
+    )
     lower = commands.add_parser(
         "lower", help="smart casts in place of the autocast regions of an exported program"
     )
@@ -72,6 +83,33 @@ def _lower(options: argparse.Namespace) -> int:
     except (CommandError, RegionError, ValueError) as error:
         print(f"smart-autocast lower: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    """Run the program; what it ends with, an exception or an exit status, is how this ends."""
+    program, page = options.program, options.report
+    problem = None
+    if not program.is_file():
+        problem = f"PROGRAM: there is no file {program}; expected a Python program"
+    elif page is not None and not page.absolute().parent.is_dir():
+        problem = f"--report: there is no folder {page.absolute().parent}; make it, or name another"
+    if problem is not None:
+        print(f"smart-autocast explain: {problem}", file=sys.stderr)
+        return 2
+
+    from .explaining import collecting
+
+    sys.argv = [str(program), *options.arguments]
+    sys.path[0] = str(program.absolute().parent)
+    with collecting() as report:
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+        finally:
+            sys.stdout.flush()
+            print(report)
+            if page is not None:
+                page.write_text(report.to_html(f"Casts of {program.name}"), encoding="utf-8")
     return 0
 
 

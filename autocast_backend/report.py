@@ -46,9 +46,13 @@ class WeightCast:
     dtype: torch.dtype
     inside: str | None = None
 
+    @property
+    def place(self) -> str:
+        """Where the cast is made, and why there."""
+        return "outside of the graph" if self.inside is None else f"in the graph: {self.inside}"
+
     def __str__(self) -> str:
-        where = "outside of the graph" if self.inside is None else f"in the graph: {self.inside}"
-        return f"{self.weight} -> {str(self.dtype)[6:]}, {where}"
+        return f"{self.weight} -> {str(self.dtype)[6:]}, {self.place}"
 
 
 @dataclass

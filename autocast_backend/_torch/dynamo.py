@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,19 @@ def counters() -> Any:
     from torch._dynamo.utils import counters
 
     return counters
+
+
+def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A module that `Module.compile` has compiled as it is without: `torch.compile` unwraps only
+    what it has returned itself."""
+    if getattr(fn, "_compiled_call_impl", None) is not None:
+        return fn._call_impl  # type: ignore[attr-defined]
+    return fn
+
+
+def reset() -> None:
+    """Forget everything that `torch.compile` has compiled in this process."""
+    torch._dynamo.reset()
 
 
 def timed(stage: str) -> contextlib.AbstractContextManager[Any]:
@@ -138,8 +152,12 @@ def is_static_input(node: torch.fx.Node) -> bool:
 
 
 def input_name(node: torch.fx.Node) -> str:
-    """What an input is called in the user's program, such as `L['self'].weight`; where Dynamo did
-    not say, its name in the graph."""
+    """What an input is called in the user's program, such as `self.blocks.0.weight`; where Dynamo
+    did not say, its name in the graph."""
     source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", None)
-    return str(name() if callable(name) else name) if source is not None else node.name
+    if source is None:
+        return node.name
+    name = source.name() if callable(source.name) else source.name
+    # L['self']._modules['0']._parameters['weight'], as the guards write it
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)

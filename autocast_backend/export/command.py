@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from ..page import to_html
+from ..rows import GraphReport, rows_of
 from .program import check_device_type, lower_with_report
-from .report import to_html
 
 
 class CommandError(Exception):
@@ -45,7 +46,9 @@ def lower_file(
     lines = [f"{output}: {done}"]
     lines += [f"  stays under autocast: {kept}" for kept in done.bracketed]
     if report is not None:
-        report.write_text(to_html(lowered, done, source.name), encoding="utf-8")
+        graph = GraphReport("forward", done, tuple(rows_of(lowered.graph_module)))
+        page = to_html(f"Casts of {source.name}", [graph])
+        report.write_text(page, encoding="utf-8")
         lines.append(f"{report}: what became of each call")
     return "\n".join(lines)
 

@@ -1,0 +1,155 @@
+"""`explain` and `smart-autocast explain`: what became of each call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autocast_backend import explain
+from autocast_backend._torch.dynamo import counters
+from autocast_backend.options import OptionTypeError, OptionValueError
+
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, broken: bool = False) -> torch.Tensor:
+        y = self.head(x)
+        if broken:
+            torch._dynamo.graph_break()
+        return torch.cat([y, x[:, :2]])  # bfloat16 and float32
+
+
+def test_every_cast_is_in_the_line_that_it_is_made_for() -> None:
+    with torch.autocast(**BF16):
+        report = explain(Model())(torch.randn(3, 4))
+    (graph,) = report.graphs
+    assert (graph.summary.lowered, graph.summary.casts) == (2, 4)
+    calls = {row.call: row for row in graph.rows}
+    assert list(calls) == ["linear", "getitem", "cat"]
+    assert [str(cast) for cast in calls["linear"].casts] == [
+        "x: float32 -> bfloat16",
+        "self.head.weight: float32 -> bfloat16",
+        "self.head.bias: float32 -> bfloat16",
+    ]
+    assert [str(cast) for cast in calls["cat"].casts] == [
+        "y: bfloat16 -> float32",
+        "getitem: float32 already",
+    ]
+    assert calls["cat"].place.startswith("test_explaining.py:")
+
+    text = str(report)
+    assert text.startswith("graph 1 (test_explaining.py:"), text
+    assert "under cpu: bfloat16: 2 nodes lowered, 1 untouched, 0 bracketed" in text
+    assert "self.head.weight: float32 -> bfloat16, outside of the graph" in text
+    assert "getitem ->" not in text  # autocast has nothing to do with it
+    assert report.to_html().count("<tr class=") == 3
+
+
+def test_what_stays_under_autocast_says_why() -> None:
+    with torch.autocast(**BF16):
+        (graph,) = explain(lambda x: torch.linalg.matrix_power(x, 2))(torch.eye(2)).graphs
+    (row,) = graph.rows
+    assert (row.call, row.under, row.casts) == ("linalg_matrix_power", "cpu: bfloat16", ())
+    (kept,) = graph.summary.bracketed
+    assert f"stays under cpu: bfloat16: {kept.reason}" in str(graph)
+    assert "stays under" in str(graph)
+
+
+def test_graph_breaks_and_regions_in_the_code() -> None:
+    def region(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return model(x)
+
+    report = explain(region)(Model(), torch.randn(3, 4))
+    (graph,) = report.graphs
+    assert graph.summary.lowered == 2
+    assert not report.graph_breaks
+    assert "under off: 2 nodes lowered" in str(report)
+
+    with torch.autocast(**BF16):
+        report = explain(Model())(torch.randn(3, 4), broken=True)
+    assert len(report.graphs) == 2
+    assert len(report.graph_breaks) == 1
+    assert "graph break: Call to `torch._dynamo.graph_break()`" in str(report)
+
+
+def test_the_options_are_those_of_the_backend() -> None:
+    x = torch.randn(3, 4)
+    assert not explain(Model())(x).graphs[0].summary.casts
+    assert explain(Model(), autocast=BF16)(x).graphs[0].summary.casts == 4
+    off = {"module": {"head": "off"}}
+    (graph,) = explain(Model(), autocast=BF16, policies=off)(x).graphs
+    assert [row.call for row in graph.rows if row.casts] == ["cat"]
+    places = explain(Model(), autocast=BF16, weight_cache="off")(x)
+    assert "outside of the graph" not in str(places)
+
+
+def test_bad_arguments_are_refused_before_anything_runs() -> None:
+    with pytest.raises(OptionValueError, match="unknown option 'validat'; expected 'validate'"):
+        explain(Model(), validat="off")
+    with pytest.raises(OptionTypeError, match="fn: expected a function or a module; got Tensor"):
+        explain(torch.ones(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_what_is_compiled_already_is_explained_and_compiled_again_by_its_next_call(
+    how: str,
+) -> None:
+    model, x = Model(), torch.randn(3, 4)
+    options = {"inner": "aot_eager"}
+    compiled = model
+    if how == "torch.compile":
+        compiled = torch.compile(model, backend="smart_autocast", options=options)
+    else:
+        model.compile(backend="smart_autocast", options=options)
+    with torch.autocast(**BF16):
+        before = compiled(x)
+        assert len(explain(compiled)(x).graphs) == 1
+        counters().clear()
+        assert torch.equal(compiled(x), before)
+    assert counters()["smart_autocast"]["graphs"] == 1
+
+
+PROGRAM = """
+import sys, torch
+
+model = torch.compile(torch.nn.Linear(4, 4), backend="smart_autocast", options={"inner": "eager"})
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    model(torch.randn(2, 4))
+print("the arguments:", sys.argv[1:])
+sys.exit(3)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autocast_backend.cli", "explain", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_runs_a_program_and_ends_as_it_does(tmp_path: Path) -> None:
+    program, page = tmp_path / "train.py", tmp_path / "casts.html"
+    program.write_text(PROGRAM)
+    done = run("--report", str(page), str(program), "--epochs", "1")
+    assert done.returncode == 3, done.stderr
+    assert "the arguments: ['--epochs', '1']" in done.stdout
+    assert "graph 1 (linear), under cpu: bfloat16: 1 nodes lowered" in done.stdout
+    assert "<title>Casts of train.py</title>" in page.read_text()
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    from autocast_backend import cli
+
+    assert cli.main(["explain", str(tmp_path / "none.py")]) == 2
+    program = tmp_path / "train.py"
+    program.write_text("raise AssertionError('must not run')")
+    assert cli.main(["explain", "--report", str(tmp_path / "no" / "x.html"), str(program)]) == 2
