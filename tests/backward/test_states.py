@@ -11,7 +11,6 @@ states differ.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -220,64 +219,6 @@ def test_one_forward_and_a_backward_in_each_state(order: tuple[str, ...]) -> Non
         forget_variants()
         assert_same_bits(gradients(**ours()), gradients(**EAGER))
     assert variants() == 2
-
-
-def test_autocast_for_a_device_type_without_tensors_changes_nothing() -> None:
-    forget_variants()
-    torch._dynamo.reset()
-    model = Island()
-    loss = torch.compile(model, **ours(backward_pass_autocast="off"))(_x()).sum()
-    torch.set_autocast_enabled("xpu", True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", BackwardAutocastWarning)
-            loss.backward()
-    finally:
-        torch.set_autocast_enabled("xpu", False)
-    assert variants() == 0
-    actual = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model(_x()).sum().backward()
-    assert_same_bits(actual, [p.grad for p in model.parameters()])
-
-
-class OnTwoDevices(nn.Module):
-    """One product on each, in float32: a backward for each pair of states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host, self.device = nn.Linear(8, 8), nn.Linear(8, 8, device="cuda")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return self.device(self.host(x.float()).cuda())
-
-
-@pytest.mark.gpu
-def test_each_device_type_follows_its_own_state() -> None:
-    def gradients(**arguments: Any) -> list[list[torch.Tensor]]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = OnTwoDevices()
-        compiled = torch.compile(model, **arguments)
-        found = []
-        for on_cpu, on_cuda in itertools.product([False, True], repeat=2):
-            model.zero_grad()
-            with torch.autocast(**BF16):
-                loss = compiled(_x()).sum()
-            with (
-                torch.autocast(**BF16, enabled=on_cpu),
-                torch.autocast("cuda", dtype=torch.float16, enabled=on_cuda),
-            ):
-                loss.backward()
-            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        return found
-
-    forget_variants()
-    actual, expected = gradients(**ours()), gradients(**EAGER)
-    assert variants() == 3
-    assert_same_bits(actual, expected)
-    assert not any(same_bits(one, other) for one, other in itertools.combinations(expected, 2))
 
 
 def test_autocast_switched_off_again_around_backward_is_off() -> None:
