@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,26 +100,26 @@ class GraphReport:
         return "\n".join(lines)
 
 
-def rows_of(module: fx.GraphModule, under: str = "") -> Iterator[Row]:
+def rows_of(module: fx.GraphModule, under: Mapping[str, str] | None = None) -> Iterator[Row]:
     """The calls of a lowered graph in order, those inside of a body after the call of the body.
 
     Smart casts are in the rows of the calls they are made for.
 
     Args:
         module: from the compiler, or the `graph_module` of an exported program.
-        under: the autocast state around the graph.
+        under: the autocast state around the graph, a dtype or "off" by device type.
     """
-    open_brackets = [under]
+    open_brackets = [under or {}]
     for node in module.graph.nodes:
         if node.target is enter_autocast:
-            open_brackets.append(_state(*node.args[:3]))
+            open_brackets.append({**open_brackets[-1], **_state(node)})
         elif node.target is exit_autocast:
             open_brackets.pop()
         elif node.op.startswith("call_") and not _is_cast(node) and not _is_item(node):
             yield from _rows_of_call(module, node, open_brackets[-1])
 
 
-def _rows_of_call(module: fx.GraphModule, node: fx.Node, under: str) -> Iterator[Row]:
+def _rows_of_call(module: fx.GraphModule, node: fx.Node, under: Mapping[str, str]) -> Iterator[Row]:
     inputs = node.all_input_nodes
     yield Row(
         node.name,
@@ -127,11 +127,11 @@ def _rows_of_call(module: fx.GraphModule, node: fx.Node, under: str) -> Iterator
         _dtypes(map(_value, inputs)),
         _dtypes([_value(node)]),
         tuple(cast for cast in map(_cast_of, inputs) if cast is not None),
-        under,
+        ", ".join(f"{device_type}: {dtype}" for device_type, dtype in under.items()),
         source_line(node),
     )
     if node.target is wrap_with_autocast:
-        under = _state(*node.args[:3])
+        under = {**under, **_state(node)}
     for body in inputs:
         child = getattr(module, str(body.target), None) if body.op == "get_attr" else None
         if isinstance(child, fx.GraphModule):
@@ -179,8 +179,10 @@ def _dtype(node: fx.Node) -> str:
     return "".join(_dtypes([_value(node)])) or "a tensor"
 
 
-def _state(device_type: Any, dtype: Any, enabled: Any) -> str:
-    return f"{device_type}: {_short(dtype) if enabled else 'off'}"
+def _state(node: fx.Node) -> dict[str, str]:
+    """What a node that enters autocast says."""
+    device_type, dtype, enabled = node.args[:3]
+    return {str(device_type): _short(dtype) if enabled else "off"}
 
 
 def _short(dtype: Any) -> str:

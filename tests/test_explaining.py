@@ -65,6 +65,14 @@ def test_what_stays_under_autocast_says_why() -> None:
     assert "stays under" in str(graph)
 
 
+def test_a_bracket_is_under_the_states_of_all_device_types() -> None:
+    both = [BF16, {"device_type": "xpu", "dtype": torch.float16}]
+    (graph,) = explain(lambda x: torch.linalg.matrix_power(x, 2), autocast=both)(
+        torch.eye(2)
+    ).graphs
+    assert [row.under for row in graph.rows] == ["cpu: bfloat16, xpu: float16"]
+
+
 def test_graph_breaks_and_regions_in_the_code() -> None:
     def region(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):
