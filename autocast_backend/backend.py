@@ -24,6 +24,7 @@ from ._torch.dynamo import (
 )
 from ._torch.fake_tensors import fake_inputs
 from .backward import Assumption, Region
+from .graphs import is_recorded
 from .lowering import Context, lower
 from .modules import bind
 from .options import Options, parse_options
@@ -99,7 +100,7 @@ def smart_autocast(
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(report.timed("inner"))
-            if torch.is_grad_enabled():
+            if is_recorded(module):
                 region = _region(module, inputs, inner, parsed, context.ambient)
                 stack.enter_context(training_graphs(region.follow_autocast))
                 stack.enter_context(backward_traced_off(region.keep_in_backward))

@@ -85,6 +85,7 @@ class Region:
         line: the user's code, for messages.
         hooks: saved-tensor hooks that are written into forward and backward.
         configs: the compilers' configuration.
+        grad: whether autograd was on around the graph.
         training_graphs: how many the inner compiler has made of it.
     """
 
@@ -95,6 +96,7 @@ class Region:
     line: str
     hooks: Hooks | None = field(default_factory=inlined_hooks)
     configs: Callable[[], Any] = field(default_factory=compile_configs)
+    grad: bool = field(default_factory=torch.is_grad_enabled)
     training_graphs: int = 0
 
     @functools.cached_property
@@ -130,7 +132,7 @@ class Region:
         return self._trace(copy_graph(self.graph_module), ())
 
     def _trace(self, graph_module: fx.GraphModule, key: Key) -> JointGraph:
-        with outside_of_modes(), self.configs():
+        with outside_of_modes(), self.configs(), torch.set_grad_enabled(self.grad):
             return trace_joint_graph(self.compile_graph, graph_module, self.inputs, regions(key))
 
 

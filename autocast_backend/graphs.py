@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ._torch.export import same_calling_convention
 
@@ -30,6 +31,16 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             setattr(copy, name, copy_graph(child))
     return copy
+
+
+def is_recorded(module: fx.GraphModule) -> bool:
+    """Whether autograd records something of a Dynamo graph: in the grad mode of this moment, or
+    where the graph switches it on."""
+    calls = (n for n in module.graph.nodes if n.op.startswith("call_"))
+    made = pytree.tree_leaves([n.meta.get("example_value") for n in calls])
+    return torch.is_grad_enabled() or any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in made
+    )
 
 
 def same_inputs(copy: fx.Graph, original: fx.Graph) -> None:

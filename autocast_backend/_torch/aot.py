@@ -279,7 +279,6 @@ def trace_joint_graph(
                 enable_autograd_cache=False,
             )
         )
-        stack.enter_context(torch.enable_grad())
         with contextlib.suppress(_Captured):
             compile_graph(graph_module, inputs)
     counters()["aot_autograd"] = counted  # an interrupted call is counted as a failed one

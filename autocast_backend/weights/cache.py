@@ -172,6 +172,7 @@ class GraphWeights:
     ) -> None:
         self._dtypes = tuple(dtypes)
         self._grads = tuple(grads)
+        self._records = any(grads)
         self._lasting = lasting
         self._scoped = scoped
         self._seen: _Seen | None = None
@@ -185,6 +186,9 @@ class GraphWeights:
     def casts(self, weights: list[Tensor], scope: Scope | None) -> list[Tensor]:
         """The casts of `weights`, in order, for a call in `scope`. What is not there, or no longer
         right, is made now, by one `multi_cast` for each dtype and device."""
+        if self._records and not torch.is_grad_enabled():  # the graph switches autograd on itself
+            with torch.enable_grad():
+                return self.casts(weights, scope)
         contents = None if scope is None else scope.contents
         with _Shared.lock:
             # What is made while a CUDA graph is captured is computed when that is replayed, each
@@ -218,8 +222,7 @@ class GraphWeights:
     def _make(
         self, weights: list[Tensor], casts: dict[Key, Cast], nodes: dict[Key, tuple[Cast, Tensor]]
     ) -> None:
-        trains = any(self._grads)
-        if trains:
+        if self._records:
             _Shared.kept_on_cpu.clear()
         for known in (casts, _Shared.kept, _Shared.kept_on_cpu):
             for key in [key for key, cast in known.items() if not cast.is_alive()]:
@@ -253,7 +256,7 @@ class GraphWeights:
             casts[key] = cast
             if self._keep_memory and not is_captured(results[key]):
                 _Shared.kept[key] = cast
-            elif results[key].is_cpu and not self._lasting and not trains:
+            elif results[key].is_cpu and not self._lasting and not self._records:
                 _Shared.kept_on_cpu[key] = cast
         _Shared.casts += len(made)
         _Shared.misses += len(made)
