@@ -75,34 +75,52 @@ def run(
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("in_graph", [True, False], ids=["in_graph", "ambient"])
-def test_a_second_process_hits_the_caches_and_is_right(tmp_path: Path, in_graph: bool) -> None:
-    cold = run(tmp_path, "smart_autocast", in_graph)
-    warm = run(tmp_path, "smart_autocast", in_graph)
+@pytest.fixture(scope="module")
+def in_graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A cache directory, and what the process said that filled it: a region in the graph, and a
+    backward with autocast off."""
+    cache = tmp_path_factory.mktemp("in_graph")
+    return cache, run(cache, "smart_autocast", True)
+
+
+def assert_second_hits(cold: dict[str, Any], warm: dict[str, Any]) -> None:
     assert (cold["hit"], cold["miss"], cold["bypass"]) == (0, 1, 0)
     assert (warm["hit"], warm["miss"], warm["bypass"]) == (1, 0, 0)
     assert cold["checked"] > 0 == warm["checked"]
     assert warm["values"] == cold["values"]
-    if not in_graph:
-        # Another ambient dtype over the same caches is another entry, never the first one's.
-        other = run(tmp_path, "smart_autocast", in_graph, "float16")
-        assert (other["hit"], other["miss"]) == (0, 1)
-        assert other["dtype"] == "torch.float16"
 
 
 @pytest.mark.slow
-def test_a_second_process_follows_another_state_of_its_backward(tmp_path: Path) -> None:
+def test_a_second_process_hits_the_caches_and_is_right(
+    in_graph: tuple[Path, dict[str, Any]],
+) -> None:
+    cache, cold = in_graph
+    assert_second_hits(cold, run(cache, "smart_autocast", True))
+
+
+@pytest.mark.slow
+def test_a_second_process_under_ambient_autocast(tmp_path: Path) -> None:
+    cold, warm = (run(tmp_path, "smart_autocast", False) for _ in range(2))
+    assert_second_hits(cold, warm)
+    # Another ambient dtype over the same caches is another entry, never the first one's.
+    other = run(tmp_path, "smart_autocast", False, "float16")
+    assert (other["hit"], other["miss"]) == (0, 1)
+    assert other["dtype"] == "torch.float16"
+
+
+@pytest.mark.slow
+def test_a_second_process_follows_another_state_of_its_backward(
+    in_graph: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     """A cache hit brings along the compiled backward of the first process, which ran it in another
     state: it must not serve this one."""
-    results = {
-        (cache, backward_on): run(tmp_path / cache, "smart_autocast", True, backward_on=backward_on)
-        for cache, backward_on in (("a", False), ("b", True), ("a", True), ("b", False))
-    }
-    assert [r["hit"] for r in results.values()] == [0, 0, 1, 1]
-    assert [r["variants"] for r in results.values()] == [0, 1, 1, 0]
-    off, on = ([results[cache, state]["values"] for cache in "ab"] for state in (False, True))
-    assert off[0] == off[1] != on[0] == on[1]
+    first_off, off = in_graph
+    on = run(tmp_path, "smart_autocast", True, backward_on=True)
+    then_on = run(first_off, "smart_autocast", True, backward_on=True)
+    then_off = run(tmp_path, "smart_autocast", True)
+    assert [r["hit"] for r in (off, on, then_on, then_off)] == [0, 0, 1, 1]
+    assert [r["variants"] for r in (off, on, then_on, then_off)] == [0, 1, 1, 0]
+    assert off["values"] == then_off["values"] != on["values"] == then_on["values"]
 
 
 @pytest.mark.slow
