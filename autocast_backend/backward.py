@@ -101,8 +101,9 @@ class Region:
 
     @functools.cached_property
     def device_types(self) -> tuple[str, ...]:
-        """The device types of all values in the graph."""
-        values = [n.meta.get("example_value") for n in self.graph_module.graph.nodes]
+        """The device types of all values in the graph and in the bodies it calls."""
+        graphs = [m.graph for m in self.graph_module.modules() if isinstance(m, fx.GraphModule)]
+        values = [n.meta.get("example_value") for graph in graphs for n in graph.nodes]
         leaves = pytree.tree_leaves([self.inputs, values])
         return tuple(sorted({v.device.type for v in leaves if isinstance(v, torch.Tensor)}))
 
