@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ._torch.fake_tensors import fake_mode_of, symbol_of
+from .ambient import BackwardError
 
 
 class ShapeGuards:
@@ -57,7 +58,7 @@ class ShapeGuards:
         """`code`, after a check of what has been assumed since; itself where that is nothing.
 
         Args:
-            code: the compiled `graph`.
+            code: the compiled `graph` of a backward; it raises `BackwardError` for other sizes.
             graph: its placeholders hold the symbolic sizes.
             what: names the code in the error.
         """
@@ -68,7 +69,7 @@ class ShapeGuards:
 
         def checked(args: list[Any]) -> Any:
             if broken := check(args):
-                raise RuntimeError(
+                raise BackwardError(
                     f"{what} {broken}. Compile with dynamic=False, or call backward() outside of "
                     "autocast"
                 )

@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autocast_backend import BackwardError
 from autocast_backend.guards import ShapeGuards
 from tests.support import BF16
 
@@ -48,7 +49,7 @@ def test_an_assumption_made_meanwhile_is_checked_at_every_call(specialise: bool)
     assert checked([torch.empty(6, 3)]) == 6
     if not specialise:
         assert checked([torch.empty(5, 3)]) == 5
-    with pytest.raises(RuntimeError, match=r"backward of model\.py was compiled for .* = 4"):
+    with pytest.raises(BackwardError, match=r"backward of model\.py was compiled for .* = 4"):
         checked([torch.empty(4, 3)])
 
 
@@ -83,5 +84,5 @@ def test_what_a_comparison_has_assumed_holds_for_the_variant_compiled_after_it()
     large, small = (compiled(torch.randn(n, 8), w).sum() for n in (7, 4))
     again = True
     large.backward()
-    with pytest.raises(RuntimeError, match="was compiled for"):
+    with pytest.raises(BackwardError, match="was compiled for"):
         small.backward()

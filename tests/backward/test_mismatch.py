@@ -148,6 +148,13 @@ def test_a_dict_as_stock_documents_it() -> None:
     assert_same_bits(values, Steps(Linear, _x, **EAGER).step(OFF, BF16))
 
 
+def test_the_region_of_the_option_autocast_is_the_forwards_state() -> None:
+    options = {"autocast": BF16, "backward_pass_autocast": "same_as_forward"}
+    values, (message,) = step(OFF, FP16, **ours(**options))
+    assert re.search("under autocast cpu: float16, but .* assumes cpu: bfloat16;", message)
+    assert_same_bits(values, Steps(Linear, _x, **EAGER).step(BF16, BF16))
+
+
 def test_a_dict_can_say_off() -> None:
     values, said = step(BF16, OFF, **ours(backward_pass_autocast=OFF))
     assert said == []
