@@ -7,13 +7,20 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .._torch.dispatch import may_skip_autograd, without_autograd
 from . import _multi_cast
 
 _ops = torch.ops.smart_autocast
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_ARITHMETIC = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+# What `tensor.to(dtype)` is too, with less to find out about its arguments: 1.2 us instead of 1.7.
+_METHODS = {
+    torch.float64: Tensor.double,
+    torch.float32: Tensor.float,
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+}
 
 
 class CastStats(NamedTuple):
@@ -50,7 +57,12 @@ def cast_with_stats(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastSta
             "make one with torch.as_tensor"
         )
     _check_dtype(dtype)
-    result, numbers = _ops.cast_with_stats.default(tensor, dtype)
+    op = _ops.cast_with_stats.default
+    if type(tensor) in _PLAIN and not tensor.requires_grad and may_skip_autograd():
+        with without_autograd():
+            result, numbers = op(tensor, dtype)
+    else:
+        result, numbers = op(tensor, dtype)
     return result, CastStats(*numbers.unbind())
 
 
@@ -138,6 +150,23 @@ def multi_cast(
             ``out`` does not fit, shares memory with ``tensors`` or in itself, or a tensor requires
             grad while gradients are on, with ``out`` or stochastic rounding.
     """
+    if out is None and seed is None and isinstance(tensors, (list, tuple)) and len(tensors) == 1:
+        # One tensor shares the cost of a call with none. Where a kernel of ours gains less than
+        # that, it is PyTorch's; but an op of ours as long as the call is traced.
+        tensor = tensors[0]
+        if (
+            type(tensor) in _PLAIN
+            and tensor.dtype in _METHODS
+            and type(dtype) is torch.dtype
+            and dtype in _METHODS
+            and tensor.numel() < 2**20
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and rounding == "nearest-even"
+            and offset == 0
+            and not is_compiling()
+        ):
+            return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]
     plain = _check_tensors("tensors", tensors) and may_skip_autograd()
     _check_dtype(dtype)
     if not dtype.is_floating_point:
@@ -152,8 +181,6 @@ def multi_cast(
             f"rounding='nearest-even' with seed={seed!r}, offset={offset!r}"
         )
     if out is None:
-        if plain and len(tensors) == 1 and _is_ordinary(tensors[0]) and dtype in _ARITHMETIC:
-            return [tensors[0].to(dtype, copy=True)]  # nothing to share the cost of a call with
         if not plain:
             return _ops.multi_cast.default(tensors, dtype)
         return _multi_cast.autograd(_below_autograd, tensors, dtype)
@@ -185,13 +212,6 @@ def _stochastic_cast(
                 f"{type(value).__name__}; the same seed and offset give the same bits"
             )
     return _ops.stochastic_cast.default(tensors, dtype, seed, offset)
-
-
-def _is_ordinary(tensor: Tensor) -> bool:
-    """The dtypes of `_ARITHMETIC`, laid out by strides, and too small for a kernel of ours to gain
-    what its call costs."""
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    return strided and tensor.dtype in _ARITHMETIC and tensor.numel() < 2**20
 
 
 def _below_autograd(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

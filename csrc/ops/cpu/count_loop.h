@@ -11,24 +11,33 @@ namespace {
 // AVX-512.
 inline uint32_t is_less(uint32_t a, uint32_t b) { return (a - b) >> 31; }
 
-inline void count_loop(smart_autocast::Stats& stats, const uint32_t* from, const uint16_t* to,
-                       int64_t count, uint16_t infinity) {
+inline void count_loop(smart_autocast::Stats& stats, const uint32_t* from, int64_t count,
+                       smart_autocast::Losses losses) {
   constexpr uint32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
-  uint32_t amax = 0, overflows = 0, underflows = 0, nans = 0;
+  // Mostly nothing is lost, which the largest and the smallest number tell.
+  uint32_t amax = 0, smallest = UINT32_MAX;  // the latter less 1, which makes 0 the largest
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = from[i] & kMagnitude;
-    const uint32_t result = to[i] & 0x7fffu;
-    const uint32_t is_nan = is_less(kInfinity, magnitude);
-    const uint32_t number = magnitude & (is_nan - 1);  // 0 in place of a NaN
-    amax = number > amax ? number : amax;
-    nans += is_nan;
-    overflows += is_less(magnitude, kInfinity) & is_less(result ^ infinity, 1);
-    underflows += is_less(0, magnitude) & is_less(result, 1);
+    amax = magnitude > amax ? magnitude : amax;
+    smallest = magnitude - 1 < smallest ? magnitude - 1 : smallest;
+  }
+  if (amax >= losses.overflow || smallest < losses.underflow) {
+    amax = 0;
+    uint32_t overflows = 0, underflows = 0, nans = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t magnitude = from[i] & kMagnitude;
+      const uint32_t is_nan = is_less(kInfinity, magnitude);
+      const uint32_t number = magnitude & (is_nan - 1);  // 0 in place of a NaN
+      amax = number > amax ? number : amax;
+      nans += is_nan;
+      overflows += is_less(losses.overflow - 1, magnitude) & is_less(magnitude, kInfinity);
+      underflows += is_less(0, magnitude) & is_less(magnitude, losses.underflow + 1);
+    }
+    stats.overflows += overflows;
+    stats.underflows += underflows;
+    stats.nans += nans;
   }
   stats.amax_bits = amax > stats.amax_bits ? amax : stats.amax_bits;
-  stats.overflows += overflows;
-  stats.underflows += underflows;
-  stats.nans += nans;
 }
 
 }  // namespace

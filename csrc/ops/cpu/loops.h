@@ -16,14 +16,19 @@ struct Stats {
   int64_t nans = 0;
 };
 
+// Where a cast to nearest even loses a number: what its magnitude as float32, by its bits, is from
+// or up to there.
+struct Losses {
+  uint32_t overflow;   // from here on it becomes infinite
+  uint32_t underflow;  // up to here it becomes 0
+};
+
 // What a call of any of them takes at most: counts are of 32 bits while they are in registers.
 constexpr int64_t kMostLooped = 1 << 20;
 
 struct Loops {
-  // Counts what a cast did. `from`: float32 numbers, by their bits. `to`: what became of them, as
-  // numbers of 16 bits, of which `infinity` is the positive infinity.
-  void (*count)(Stats& stats, const uint32_t* from, const uint16_t* to, int64_t count,
-                uint16_t infinity);
+  // Counts what a cast does to float32 numbers, by their bits.
+  void (*count)(Stats& stats, const uint32_t* from, int64_t count, Losses losses);
   // to[i] = from[i] * factor. Whether a from[i] is infinite or NaN. No overlap.
   bool (*scale)(float* to, const float* from, int64_t count, float factor);
   bool (*scale_double)(double* to, const double* from, int64_t count, double factor);

@@ -5,6 +5,7 @@
 // tensors, dtypes that are not floating) is ATen's copy, before the threads begin.
 
 #include "../multi_cast.h"
+#include "argument_list.h"
 #include "convert.h"
 #include "runs.h"
 
@@ -48,9 +49,9 @@ class FindConvert {
 };
 
 void multi_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors = take_list(stack[0]);
+  const ArgumentList tensors(stack[0]);
   const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
-  check_multi_cast(tensors, dtype);
+  check_multi_cast(*tensors, dtype);
   const int32_t code = dtype_code(dtype), cpu = aoti_torch_device_type_cpu();
   const auto to_size = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
   FindConvert find(dtype);
@@ -80,10 +81,10 @@ void multi_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void multi_cast_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors = take_list(stack[0]);
+  const ArgumentList tensors(stack[0]);
   const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
-  const TensorList out = take_list(stack[2]);
-  check_multi_cast_out(tensors, dtype, out);
+  const ArgumentList out(stack[2]);
+  check_multi_cast_out(*tensors, dtype, *out);
   const auto to_size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_code(dtype)));
   FindConvert find(dtype);
   std::vector<CastRun> runs;
