@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dispatch import any_requires_grad, register_autograd_kernel
+from . import reference
 from .reference import check_supported, fail
 
 _OP = "unscale_cast"
@@ -45,6 +46,22 @@ def check(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
             )
 
 
+def check_out(
+    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[Tensor]
+) -> None:
+    _check_out_but_overlaps(grads, scale, dtype, out)
+    # A gradient may be written where it is.
+    others = [g for g, o in zip(grads, out, strict=True) if not reference.is_same_memory(g, o)]
+    reference.check_no_overlap(_OP, "grads", others, out)
+
+
+def _check_out_but_overlaps(
+    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[Tensor]
+) -> None:
+    check(grads, scale, dtype)
+    reference.check_out(_OP, "grads", grads, dtype, out)
+
+
 def inverse_of(scale: Tensor) -> Tensor:
     """What gradients are multiplied with: float32, of no dimensions."""
     return scale.double().reciprocal().float().reshape(())
@@ -63,22 +80,58 @@ def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unsc
     return results, found
 
 
+def unscale_cast_out(
+    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, *, out: list[Tensor]
+) -> Tensor:
+    check_out(grads, scale, dtype, out)
+    results, found = unscale_cast(grads, scale, dtype)
+    for result, tensor in zip(results, out, strict=True):
+        tensor.copy_(result)
+    return found
+
+
 def _fake(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
     check(grads, scale, dtype)
     return [torch.empty_like(grad, dtype=dtype) for grad in grads], scale.new_empty(1)
+
+
+def _fake_out(
+    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, *, out: list[Tensor]
+) -> Tensor:
+    _check_out_but_overlaps(grads, scale, dtype, out)
+    return scale.new_empty(1)
 
 
 def autograd(
     below: Callable[..., Unscaled], grads: list[Tensor], scale: Tensor, dtype: torch.dtype
 ) -> Unscaled:
     """What autograd calls; `below` is the op without autograd."""
-    if torch.is_grad_enabled() and any_requires_grad(grads, scale):
+    _refuse_gradients(grads, scale)
+    return below(grads, scale, dtype)
+
+
+def autograd_out(
+    below: Callable[..., Tensor],
+    grads: list[Tensor],
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    out: list[Tensor],
+) -> Tensor:
+    """The same for the form with `out`."""
+    _refuse_gradients(grads, scale, out)
+    found = below(grads, scale, dtype, out=out)
+    torch.autograd.graph.increment_version(out)
+    return found
+
+
+def _refuse_gradients(*arguments: Any) -> None:
+    if torch.is_grad_enabled() and any_requires_grad(*arguments):
         raise fail(
             _OP,
             "it has no gradient, but a tensor requires grad; call it under torch.no_grad(), or "
             "pass tensor.detach()",
         )
-    return below(grads, scale, dtype)
 
 
 def _vmap(
@@ -111,6 +164,9 @@ def _vmap(
 def register(library: torch.library.Library) -> None:
     """Registers all of it; the op must be defined already."""
     library.impl(_OP, unscale_cast, "CompositeExplicitAutograd")
+    library.impl(f"{_OP}.out", unscale_cast_out, "CompositeExplicitAutograd")
     torch.library.register_fake(f"smart_autocast::{_OP}", _fake)
+    torch.library.register_fake(f"smart_autocast::{_OP}.out", _fake_out)
     register_autograd_kernel(_OP, autograd)
+    register_autograd_kernel(f"{_OP}.out", autograd_out, mutates=True)
     torch.library.register_vmap(f"smart_autocast::{_OP}", _vmap)

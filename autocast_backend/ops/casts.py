@@ -76,7 +76,11 @@ class UnscaledGrads(NamedTuple):
 
 
 def unscale_cast(
-    grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype = torch.float32
+    grads: Sequence[Tensor],
+    scale: Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Sequence[Tensor] | None = None,
 ) -> UnscaledGrads:
     """Divides gradients by a loss scale, casts them, and looks for infinities and NaNs, at once.
 
@@ -87,17 +91,21 @@ def unscale_cast(
         grads: a list or tuple of floating tensors on one device, of any dtypes, shapes and strides.
         scale: the loss scale, a float32 tensor of one element on that device.
         dtype: ``torch.float32``, ``torch.float64``, ``torch.float16`` or ``torch.bfloat16``.
+        out: where to write the results: as many tensors, of ``dtype``, with the shapes of
+            ``grads``, on their device. ``out[i]`` may be ``grads[i]``; else each has memory of its
+            own. Where gradients are large, memory that is used again saves most of the time.
 
     Returns:
-        :class:`UnscaledGrads`: new tensors, and whether a number was not finite after the cast.
-        Without gradients of their own.
+        :class:`UnscaledGrads`: new tensors, or those of ``out``, and whether a number was not
+        finite after the cast. Without gradients of their own.
 
     Raises:
-        TypeError: ``grads`` is no list or tuple of tensors, ``scale`` no tensor, or ``dtype`` no
-            ``torch.dtype``.
+        TypeError: ``grads`` or ``out`` is no list or tuple of tensors, ``scale`` no tensor, or
+            ``dtype`` no ``torch.dtype``.
         RuntimeError: another dtype; ``scale`` of another dtype or more elements; tensors on other
             devices than ``scale``; one that is not floating; or one that requires grad while
-            gradients are on.
+            gradients are on; ``out`` does not fit, or shares memory with others of ``grads`` or in
+            itself.
     """
     _check_tensors("grads", grads)
     if not isinstance(scale, Tensor):
@@ -106,7 +114,10 @@ def unscale_cast(
             "torch.tensor(scale, device=grads[0].device)"
         )
     _check_dtype(dtype)
-    return UnscaledGrads(*_ops.unscale_cast.default(grads, scale, dtype))
+    if out is None:
+        return UnscaledGrads(*_ops.unscale_cast.default(grads, scale, dtype))
+    _check_tensors("out", out)
+    return UnscaledGrads(list(out), _ops.unscale_cast.out(grads, scale, dtype, out=out))
 
 
 def multi_cast(

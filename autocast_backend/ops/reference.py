@@ -140,33 +140,32 @@ def check_multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
             )
 
 
-def check_multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, out: list[Tensor]) -> None:
+def check_out(
+    op: str, argument: str, tensors: list[Tensor], dtype: torch.dtype, out: list[Tensor]
+) -> None:
     """All that can be said without looking at memory, as for fake tensors."""
-    check_multi_cast(tensors, dtype)
     if len(out) != len(tensors):
         raise fail(
-            "multi_cast",
-            f"argument 'out' must hold as many tensors as 'tensors', {len(tensors)}, got "
+            op,
+            f"argument 'out' must hold as many tensors as '{argument}', {len(tensors)}, got "
             f"{len(out)}",
         )
     for i, (tensor, result) in enumerate(zip(tensors, out, strict=True)):
+        check_supported(op, "out", result)
         name = f"argument 'out[{i}]' must"
         if result.dtype != dtype:
-            raise fail(
-                "multi_cast", f"{name} have the dtype asked for, {dtype}, got {result.dtype}"
-            )
+            raise fail(op, f"{name} have the dtype asked for, {dtype}, got {result.dtype}")
         if result.shape != tensor.shape:
             raise fail(
-                "multi_cast",
-                f"{name} have the shape of 'tensors[{i}]'; make it with "
+                op,
+                f"{name} have the shape of '{argument}[{i}]'; make it with "
                 "torch.empty_like(tensor, dtype=dtype)",
             )
         if result.device != tensor.device:
-            raise fail("multi_cast", f"{name} be on the device of 'tensors'")
+            raise fail(op, f"{name} be on the device of '{argument}'")
         if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
             raise fail(
-                "multi_cast",
-                f"{name} have memory of its own for every element, got an expanded one",
+                op, f"{name} have memory of its own for every element, got an expanded one"
             )
 
 
@@ -175,21 +174,35 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def check_no_overlap(tensors: list[Tensor], out: list[Tensor]) -> None:
+def check_no_overlap(op: str, argument: str, tensors: list[Tensor], out: list[Tensor]) -> None:
     ranges = [(*_byte_range(tensor), False) for tensor in tensors if tensor.numel() > 0]
     ranges += [(*_byte_range(tensor), True) for tensor in out if tensor.numel() > 0]
     read_until = written_until = 0
     for begin, end, written in sorted(ranges):
         if begin < written_until or (written and begin < read_until):
             raise fail(
-                "multi_cast",
-                "argument 'out' must not overlap with 'tensors' or in itself, first byte to last; "
-                "pass tensors made with torch.empty_like(tensor, dtype=dtype)",
+                op,
+                f"argument 'out' must not overlap with '{argument}' or in itself, first byte to "
+                "last; pass tensors made with torch.empty_like(tensor, dtype=dtype)",
             )
         if written:
             written_until = max(written_until, end)
         else:
             read_until = max(read_until, end)
+
+
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Of two tensors of one shape: whether each element of one is that of the other."""
+    same = a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
+    return same and all(
+        n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
+
+
+def check_multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, out: list[Tensor]) -> None:
+    """All but overlaps."""
+    check_multi_cast(tensors, dtype)
+    check_out("multi_cast", "tensors", tensors, dtype, out)
 
 
 def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -199,7 +212,7 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
     check_multi_cast_out(tensors, dtype, out)
-    check_no_overlap(tensors, out)
+    check_no_overlap("multi_cast", "tensors", tensors, out)
     for tensor, result in zip(tensors, out, strict=True):
         result.copy_(tensor)
 

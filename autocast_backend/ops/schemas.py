@@ -27,6 +27,9 @@ SCHEMAS: dict[str, str] = {
     "multi_cast.out": "(Tensor[] tensors, ScalarType dtype, *, Tensor(a!)[] out) -> ()",
     "stochastic_cast": "(Tensor[] tensors, ScalarType dtype, int seed, int offset) -> Tensor[]",
     "unscale_cast": "(Tensor[] grads, Tensor scale, ScalarType dtype) -> (Tensor[], Tensor)",
+    "unscale_cast.out": (
+        "(Tensor[] grads, Tensor scale, ScalarType dtype, *, Tensor(a!)[] out) -> Tensor"
+    ),
 }
 
 

@@ -2,19 +2,13 @@
 
 #pragma once
 
+#include "out.h"
 #include "smart_cast.h"
 #include "tensor_list.h"
 
-#include <algorithm>
 #include <string>
-#include <vector>
 
 namespace smart_autocast {
-
-inline void copy_by_aten(const OwnedTensor& to, const OwnedTensor& from) {
-  Tensor out = stable_tensor(to);
-  torch::stable::copy_(out, stable_tensor(from));
-}
 
 // The dtype that is asked for, and tensors of real numbers on one device.
 inline void check_multi_cast(const TensorList& tensors, ScalarType dtype) {
@@ -43,89 +37,11 @@ inline void check_multi_cast(const TensorList& tensors, ScalarType dtype) {
   }
 }
 
-// The first byte of a tensor that holds elements, and the one after its last.
-struct ByteRange {
-  const char* begin;
-  const char* end;
-
-  ByteRange(const OwnedTensor& tensor, const Geometry& geometry, int64_t element_size) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < geometry.dim; ++i) {
-      last += (geometry.sizes[i] - 1) * geometry.strides[i];
-    }
-    begin = data_of(tensor);
-    end = begin + (last + 1) * element_size;
-  }
-  bool operator<(const ByteRange& other) const { return begin < other.begin; }
-};
-
-[[noreturn]] inline void fail_overlap() {
-  fail("multi_cast",
-       "argument 'out' must not overlap with 'tensors' or in itself, first byte to last; pass "
-       "tensors made with torch.empty_like(tensor, dtype=dtype)");
-}
-
-// No memory that is written is anything else's too: the order in which elements are written is
-// nobody's to know.
-inline void check_no_overlap(const std::vector<ByteRange>& read, std::vector<ByteRange>& written) {
-  if (!std::is_sorted(written.begin(), written.end())) {
-    std::sort(written.begin(), written.end());
-  }
-  for (size_t i = 1; i < written.size(); ++i) {
-    if (written[i].begin < written[i - 1].end) {
-      fail_overlap();
-    }
-  }
-  for (const ByteRange& range : read) {
-    // The last one that begins before this ends, and so the only one that can reach into it.
-    const auto after =
-        std::partition_point(written.begin(), written.end(),
-                             [&](const ByteRange& other) { return other.begin < range.end; });
-    if (after != written.begin() && (after - 1)->end > range.begin) {
-      fail_overlap();
-    }
-  }
-}
-
 // `out` fits `tensors` one by one, and its memory is its own.
 inline void check_multi_cast_out(const TensorList& tensors, ScalarType dtype,
                                  const TensorList& out) {
   check_multi_cast(tensors, dtype);
-  if (out.size() != tensors.size()) {
-    fail("multi_cast", "argument 'out' must hold as many tensors as 'tensors', " +
-                           std::to_string(tensors.size()) + ", got " + std::to_string(out.size()));
-  }
-  const auto fail_at = [](size_t i, const std::string& expected) {
-    fail("multi_cast", "argument 'out[" + std::to_string(i) + "]' must " + expected);
-  };
-  const int32_t code = dtype_code(dtype);
-  std::vector<ByteRange> read, written;
-  read.reserve(tensors.size());
-  written.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (dtype_of(out[i]) != code) {
-      fail_at(i, std::string("have the dtype asked for, ") + torch::headeronly::toString(dtype));
-    }
-    const Geometry from(tensors[i]), to(out[i]);
-    if (from.dim != to.dim || !std::equal(from.sizes, from.sizes + from.dim, to.sizes)) {
-      fail_at(i, "have the shape of 'tensors[" + std::to_string(i) +
-                     "]'; make it with torch.empty_like(tensor, dtype=dtype)");
-    }
-    if (!(DeviceOf(out[i]) == DeviceOf(tensors[i]))) {
-      fail_at(i, "be on the device of 'tensors'");
-    }
-    if (from.numel == 0) {
-      continue;
-    }
-    for (int64_t d = 0; d < to.dim; ++d) {
-      if (to.sizes[d] > 1 && to.strides[d] == 0) {
-        fail_at(i, "have memory of its own for every element, got an expanded one");
-      }
-    }
-    read.emplace_back(tensors[i], from, aoti_torch_dtype_element_size(dtype_of(tensors[i])));
-    written.emplace_back(out[i], to, aoti_torch_dtype_element_size(code));
-  }
-  check_no_overlap(read, written);
+  check_out({.op = "multi_cast", .argument = "tensors", .may_be_itself = false}, tensors, dtype, out);
 }
 
 }  // namespace smart_autocast

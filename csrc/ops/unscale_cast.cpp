@@ -12,10 +12,16 @@
 // float32 tensor of one element on the device of `scale`: 1 if an element of a `narrow` is infinite
 // or NaN, else 0; what the product makes infinite does not count. A NaN stays a NaN, of any bits.
 //
+// `out`: into these tensors, of `dtype` and the shapes of `grads`, each with memory of its own, or
+// grads[i] itself as out[i]. The result is found_inf.
+//
 // `grads` are floating (float8 too), of any shapes, strides and mixed dtypes, on the device of
 // `scale`, a float32 tensor of one element that is never read on the host. `dtype` is float64,
 // float32, float16 or bfloat16. Not differentiable. Fake, autograd and vmap registrations, and the
 // implementation for devices without a kernel, are in autocast_backend/ops/_unscale_cast.py.
 STABLE_TORCH_LIBRARY_FRAGMENT(smart_autocast, m) {
   m.def("unscale_cast(Tensor[] grads, Tensor scale, ScalarType dtype) -> (Tensor[], Tensor)");
+  m.def(
+      "unscale_cast.out(Tensor[] grads, Tensor scale, ScalarType dtype, *, Tensor(a!)[] out) -> "
+      "Tensor");
 }

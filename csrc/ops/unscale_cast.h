@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "out.h"
 #include "smart_cast.h"
 #include "tensor_list.h"
 
@@ -36,6 +37,13 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
            "device, with scale.to(device)");
     }
   }
+}
+
+// A gradient may be written where it is.
+inline void check_unscale_cast_out(const TensorList& grads, const OwnedTensor& scale,
+                                   ScalarType dtype, const TensorList& out) {
+  check_unscale_cast(grads, scale, dtype);
+  check_out({.op = "unscale_cast", .argument = "grads", .may_be_itself = true}, grads, dtype, out);
 }
 
 }  // namespace smart_autocast

@@ -14,6 +14,7 @@ KERNELS = {
     "multi_cast.out": ops.multi_cast_out,
     "cast_with_stats": ops.cast_with_stats,
     "unscale_cast": ops.unscale_cast,
+    "unscale_cast.out": ops.unscale_cast_out,
     "stochastic_cast": ops.stochastic_cast,
 }
 

@@ -77,7 +77,7 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
     reference.check_multi_cast_out(tensors, dtype, out)
-    reference.check_no_overlap(tensors, out)
+    reference.check_no_overlap("multi_cast", "tensors", tensors, out)
     rows = _Rows()
     for tensor, result in zip(tensors, out, strict=True):
         if tensor.stride() == result.stride() and _has_kernel(tensor, dtype):
@@ -103,8 +103,6 @@ def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> _uns
     _unscale_cast.check(grads, scale, dtype)
     if not launches.compiles_for(scale.device):
         return _unscale_cast.unscale_cast(grads, scale, dtype)
-    inverse = _unscale_cast.inverse_of(scale)
-    found = scale.new_zeros(1)
     rows = _Rows()
     results = []
     for grad in grads:
@@ -115,6 +113,37 @@ def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> _uns
             result = grad.to(dtype, copy=True)
             rows.add(result, result)
         results.append(result)
+    return results, _unscale(rows, scale, dtype)
+
+
+def unscale_cast_out(
+    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, *, out: list[Tensor]
+) -> Tensor:
+    _unscale_cast.check_out(grads, scale, dtype, out)
+    if not launches.compiles_for(scale.device):
+        return _unscale_cast.unscale_cast_out(grads, scale, dtype, out=out)
+    rows = _Rows()
+    copies = []  # of what the kernel cannot write
+    for grad, result in zip(grads, out, strict=True):
+        if grad.stride() == result.stride() and _has_kernel(grad, dtype):
+            rows.add(result, grad)
+        elif is_dense(result):
+            result.copy_(grad)
+            rows.add(result, result)
+        else:
+            dense = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
+            rows.add(dense.copy_(grad), dense)
+            copies.append((result, dense))
+    found = _unscale(rows, scale, dtype)
+    for result, dense in copies:
+        result.copy_(dense)
+    return found
+
+
+def _unscale(rows: _Rows, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`found_inf`."""
+    inverse = _unscale_cast.inverse_of(scale)
+    found = scale.new_zeros(1)
     for source, some in rows.items():
         launches.over_table(
             "unscale_kernel",
@@ -126,7 +155,7 @@ def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> _uns
             source=source,
             device=scale.device,
         )
-    return results, found
+    return found
 
 
 def stochastic_cast(

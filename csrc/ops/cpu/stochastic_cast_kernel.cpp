@@ -2,7 +2,9 @@
 // there, rounded to what `dtype` has, and cast on their way out, which then changes nothing.
 
 #include "../stochastic_cast.h"
+#include "argument_list.h"
 #include "convert.h"
+#include "dense_list.h"
 #include "loops.h"
 #include "runs.h"
 
@@ -42,50 +44,26 @@ void round(const Stochastic& how, const StochasticRun& run, const Stretch& part)
 }
 
 void stochastic_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors = take_list(stack[0]);
+  const ArgumentList tensors(stack[0]);
   const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
   const auto seed = torch::stable::detail::to<int64_t>(stack[2]);
   const auto offset = torch::stable::detail::to<int64_t>(stack[3]);
-  check_stochastic_cast(tensors, dtype, offset);
-  const int32_t code = dtype_code(dtype);
-  const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
-
-  TensorList results, cast;  // cast: by ATen, which makes them dense
+  check_stochastic_cast(*tensors, dtype, offset);
+  DenseList list(/*read_as=*/ScalarType::Float, dtype, /*out=*/nullptr);
   std::vector<StochasticRun> runs;
-  results.reserve(tensors.size());
-  cast.reserve(tensors.size());
   runs.reserve(tensors.size());
   auto counter = static_cast<uint64_t>(offset);
-  for (const OwnedTensor& tensor : tensors) {
-    const OwnedTensor* source = &tensor;
-    int32_t from = dtype_of(tensor);
-    ConvertFunction to_float = find_convert(ScalarType::Float, scalar_type(from));
-    if (to_float == nullptr || !is_dense(tensor, Geometry(tensor))) {
-      source = &cast.emplace_back(cast_by_aten(tensor, ScalarType::Float));
-      from = dtype_code(ScalarType::Float);
-      to_float = find_convert(ScalarType::Float, ScalarType::Float);
-    }
-    const Geometry geometry(*source);
-    AtenTensorHandle result = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides,
-                                                    code, aoti_torch_device_type_cpu(),
-                                                    /*device_index=*/0, &result));
-    results.emplace_back(result);
-    if (geometry.numel > 0) {
-      runs.push_back({{data_of(results.back()), data_of(*source), geometry.numel, size,
-                       static_cast<int64_t>(aoti_torch_dtype_element_size(from))},
-                      to_float,
-                      counter});
-    }
-    counter += static_cast<uint64_t>(geometry.numel + 3) / 4;
-  }
+  list.for_each(*tensors, [&](const Run& run, ConvertFunction to_float, ScalarType) {
+    runs.push_back({run, to_float, counter});
+    counter += static_cast<uint64_t>(run.count + 3) / 4;
+  });
 
   const Stochastic how{.loops = find_loops(),
                        .grid = find_grid(dtype),
                        .seed = static_cast<uint64_t>(seed),
                        .finish = find_convert(dtype, ScalarType::Float)};
   share_out(runs, [&](const StochasticRun& run, const Stretch& part) { round(how, run, part); });
-  stack[0] = give_list(std::move(results));
+  stack[0] = give_list(list.finish());
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 // multiplied and looked through on their way out.
 
 #include "../unscale_cast.h"
+#include "argument_list.h"
 #include "convert.h"
+#include "dense_list.h"
 #include "loops.h"
 #include "runs.h"
 
@@ -67,42 +69,17 @@ bool unscale(const Unscale& how, const UnscaleRun& run, const Stretch& part) {
   return found;
 }
 
-void unscale_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList grads = take_list(stack[0]);
-  const OwnedTensor scale(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
-  const auto dtype = torch::stable::detail::to<ScalarType>(stack[2]);
-  check_unscale_cast(grads, scale, dtype);
-  const int32_t code = dtype_code(dtype);
-  const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
-
-  TensorList results, cast;  // cast: by ATen, which makes them dense
+// The new results, none with `out`, and found_inf.
+std::pair<TensorList, Tensor> run_all(const TensorList& grads, const OwnedTensor& scale,
+                                      ScalarType dtype, const TensorList* out) {
+  DenseList list(/*read_as=*/dtype, dtype, out);
   std::vector<UnscaleRun> runs;
-  results.reserve(grads.size());
-  cast.reserve(grads.size());
   runs.reserve(grads.size());
-  for (const OwnedTensor& grad : grads) {
-    const OwnedTensor* source = &grad;
-    int32_t from = dtype_of(grad);
-    ConvertFunction narrow = find_convert(dtype, scalar_type(from));
-    if (narrow == nullptr || !is_dense(grad, Geometry(grad))) {
-      source = &cast.emplace_back(cast_by_aten(grad, dtype));
-      from = code;
-    }
-    if (from == code && reinterpret_cast<uintptr_t>(data_of(*source)) % size == 0) {
-      narrow = nullptr;
-    }
-    const Geometry geometry(*source);
-    AtenTensorHandle result = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides,
-                                                    code, aoti_torch_device_type_cpu(),
-                                                    /*device_index=*/0, &result));
-    results.emplace_back(result);
-    if (geometry.numel > 0) {
-      runs.push_back({{data_of(results.back()), data_of(*source), geometry.numel, size,
-                       static_cast<int64_t>(aoti_torch_dtype_element_size(from))},
-                      narrow});
-    }
-  }
+  list.for_each(grads, [&](const Run& run, ConvertFunction narrow, ScalarType from) {
+    const bool aligned = reinterpret_cast<uintptr_t>(run.from) % run.from_size == 0;
+    const bool in_place = run.from == run.to;  // which the loops do not take
+    runs.push_back({run, from == dtype && aligned && !in_place ? nullptr : narrow});
+  });
 
   const bool is_double = dtype == ScalarType::Double;
   const ScalarType wide = is_double ? ScalarType::Double : ScalarType::Float;
@@ -124,8 +101,26 @@ void unscale_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
 
   Tensor found_inf = torch::stable::empty({1}, ScalarType::Float);
   *static_cast<float*>(found_inf.mutable_data_ptr()) = found ? 1.0F : 0.0F;
+  return {list.finish(), found_inf};
+}
+
+void unscale_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const ArgumentList grads(stack[0]);
+  const OwnedTensor scale(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[2]);
+  check_unscale_cast(*grads, scale, dtype);
+  auto [results, found_inf] = run_all(*grads, scale, dtype, /*out=*/nullptr);
   stack[0] = give_list(std::move(results));
   stack[1] = torch::stable::detail::from(found_inf);
+}
+
+void unscale_cast_out_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const ArgumentList grads(stack[0]);
+  const OwnedTensor scale(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[2]);
+  const ArgumentList out(stack[3]);
+  check_unscale_cast_out(*grads, scale, dtype, *out);
+  stack[0] = torch::stable::detail::from(run_all(*grads, scale, dtype, &*out).second);
 }
 
 }  // namespace
@@ -133,4 +128,5 @@ void unscale_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
 
 STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CPU, m) {
   m.impl("unscale_cast", &smart_autocast::unscale_cast_cpu);
+  m.impl("unscale_cast.out", &smart_autocast::unscale_cast_out_cpu);
 }

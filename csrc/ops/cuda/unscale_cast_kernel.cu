@@ -49,38 +49,65 @@ int find_kernel(ScalarType to, ScalarType from) {
   return found == kKernels.end() ? -1 : static_cast<int>(found - kKernels.begin());
 }
 
-void unscale_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList grads = take_list(stack[0]);
-  const OwnedTensor scale(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
-  const auto dtype = torch::stable::detail::to<ScalarType>(stack[2]);
-  check_unscale_cast(grads, scale, dtype);
+// The new results, none with `out`, and found_inf.
+std::pair<TensorList, OwnedTensor> run_all(const TensorList& grads, const OwnedTensor& scale,
+                                           ScalarType dtype, const TensorList* out) {
   const int32_t device = DeviceOf(scale).index;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Launch launch(device);
   OwnedTensor found_inf = zeros(1, ScalarType::Float, launch, device);
 
   std::array<std::vector<Entry>, kKernels.size()> entries;
-  TensorList results, cast;  // cast: by ATen, which makes them dense
-  for (const OwnedTensor& grad : grads) {
-    const OwnedTensor* source = &grad;
-    int kernel = find_kernel(dtype, scalar_type(dtype_of(grad)));
-    if (kernel < 0 || !is_dense(grad, Geometry(grad))) {
-      cast.push_back(cast_by_aten(grad, dtype));
-      source = &cast.back();
+  TensorList made(grads.size()), cast;  // cast: by ATen, which makes them dense
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const OwnedTensor* source = &grads[i];
+    int kernel = find_kernel(dtype, scalar_type(dtype_of(*source)));
+    if (kernel < 0 || !is_dense(*source, Geometry(*source))) {
+      source = &cast.emplace_back(cast_by_aten(*source, dtype));
       kernel = find_kernel(dtype, dtype);
     }
     const Geometry geometry(*source);
-    results.push_back(empty_strided(geometry, dtype_code(dtype), device));
+    const OwnedTensor* result = out == nullptr ? &made[i] : &(*out)[i];
+    if (out == nullptr || !same_strides(geometry, Geometry(*result))) {
+      made[i] = empty_strided(geometry, dtype_code(dtype), device);
+      result = &made[i];
+    }
     if (geometry.numel > 0) {
-      entries[kernel].push_back({data_of(*source), data_of(results.back()), geometry.numel});
+      entries[kernel].push_back({data_of(*source), data_of(*result), geometry.numel});
     }
   }
   for (size_t i = 0; i < kKernels.size(); ++i) {
     kKernels[i].unscale_all(launch, entries[i], reinterpret_cast<const float*>(data_of(scale)),
                             reinterpret_cast<float*>(data_of(found_inf)));
   }
+  if (out != nullptr) {
+    for (size_t i = 0; i < made.size(); ++i) {
+      if (made[i] != nullptr) {
+        copy_by_aten((*out)[i], made[i]);
+      }
+    }
+    made.clear();
+  }
+  return {std::move(made), std::move(found_inf)};
+}
+
+void unscale_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList grads = take_list(stack[0]);
+  const OwnedTensor scale(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[2]);
+  check_unscale_cast(grads, scale, dtype);
+  auto [results, found_inf] = run_all(grads, scale, dtype, /*out=*/nullptr);
   stack[0] = give_list(std::move(results));
   stack[1] = torch::stable::detail::from(found_inf.release());
+}
+
+void unscale_cast_out_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList grads = take_list(stack[0]);
+  const OwnedTensor scale(torch::stable::detail::to<AtenTensorHandle>(stack[1]));
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[2]);
+  const TensorList out = take_list(stack[3]);
+  check_unscale_cast_out(grads, scale, dtype, out);
+  stack[0] = torch::stable::detail::from(run_all(grads, scale, dtype, &out).second.release());
 }
 
 }  // namespace
@@ -88,4 +115,5 @@ void unscale_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
 
 STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CUDA, m) {
   m.impl("unscale_cast", &smart_autocast::unscale_cast_cuda);
+  m.impl("unscale_cast.out", &smart_autocast::unscale_cast_out_cuda);
 }

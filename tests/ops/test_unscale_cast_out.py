@@ -1,0 +1,100 @@
+"""`unscale_cast` into memory that is there: other tensors, and the gradients themselves."""
+
+import re
+
+import pytest
+import torch
+
+from autocast_backend import unscale_cast
+from tests.ops.smart_cast_suite import assert_same, sample
+from tests.ops.test_multi_cast_values import assert_same_numbers
+from tests.ops.test_unscale_cast import in_two_passes, mixture
+
+op = torch.ops.smart_autocast.unscale_cast.out
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SCALE = torch.tensor(3.0)
+
+
+@pytest.mark.parametrize("dtype", [f32, f64, f16, bf16])
+def test_into_other_tensors(dtype: torch.dtype) -> None:
+    for grads in (mixture(), [*mixture(), torch.tensor([1.0, torch.inf])], []):
+        out = [torch.full_like(grad, 7, dtype=dtype).contiguous() for grad in grads]
+        unscaled = unscale_cast(grads, SCALE, dtype, out=out)
+        wanted, found = in_two_passes(grads, SCALE, dtype)
+        assert [id(t) for t in unscaled.tensors] == [id(t) for t in out]
+        for result, other in zip(out, wanted, strict=True):
+            assert_same_numbers(result, other.contiguous())
+        assert_same(unscaled.found_inf, found)
+
+
+def test_strides_and_what_lies_between() -> None:
+    base = torch.full((6, 8), 7.0)
+    grad = sample(f16, 3, 4)
+    unscale_cast([grad, grad.t()], SCALE, out=[base[::2, 1::2], torch.empty(4, 3)])
+    assert_same_numbers(base[::2, 1::2].contiguous(), in_two_passes([grad], SCALE, f32)[0][0])
+    base[::2, 1::2] = 7
+    assert torch.equal(base, torch.full((6, 8), 7.0))
+
+
+@pytest.mark.parametrize("dtype", [f32, f64, f16, bf16])
+def test_in_place(dtype: torch.dtype) -> None:
+    def some() -> list[torch.Tensor]:
+        wide = sample(dtype, 4, 6)
+        large = sample(dtype, 300_007)
+        return [sample(dtype, 3, 5), wide.t(), sample(dtype, 4, 6)[:, ::2], large, sample(dtype)]
+
+    grads = some()
+    versions = [grad._version for grad in grads]
+    results = unscale_cast(grads, SCALE, dtype, out=grads).tensors
+    wanted, _ = in_two_passes(some(), SCALE, dtype)
+    for grad, result, other in zip(grads, results, wanted, strict=True):
+        assert result is grad
+        assert_same_numbers(grad.contiguous(), other.contiguous())
+    assert all(grad._version > version for grad, version in zip(grads, versions, strict=True))
+    # Beside others that are cast.
+    mixed = [sample(dtype, 9), sample(f16 if dtype == f32 else f32, 9)]
+    wanted, _ = in_two_passes(mixed, SCALE, dtype)
+    out = [mixed[0], torch.empty(9, dtype=dtype)]
+    unscale_cast(mixed, SCALE, dtype, out=out)
+    for result, other in zip(out, wanted, strict=True):
+        assert_same_numbers(result, other)
+
+
+def test_opcheck_and_compile() -> None:
+    grads, out = [sample(f16, 3, 5), sample(f32, 4)], [torch.empty(3, 5), torch.empty(4)]
+    torch.library.opcheck(op, (grads, SCALE, f32), {"out": out})
+    torch.compiler.reset()
+
+    def function(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        found = unscale_cast([a * 2], SCALE, out=[x]).found_inf
+        return x + found
+
+    x, y = torch.empty(3, 5), torch.empty(3, 5)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(grads[0], x), function(grads[0], y))
+    assert_same(x, y)
+
+
+def test_errors() -> None:
+    grads = [sample(f32, 4), sample(f16, 4)]
+    x, y = torch.empty(4), torch.empty(4)
+
+    def refused(message: str, *out: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match="unscale_cast: " + re.escape(message)):
+            unscale_cast(grads, SCALE, out=out)
+
+    refused("argument 'out' must hold as many tensors as 'grads', 2, got 1", x)
+    refused("argument 'out[1]' must have the dtype asked for", x, y.half())
+    refused("argument 'out[1]' must have the shape of 'grads[1]'", x, y[:3])
+    refused("argument 'out[1]' must have memory of its own", x, y[:1].expand(4))
+    overlap = "argument 'out' must not overlap with 'grads' or in itself"
+    refused(overlap, x, x)
+    refused(overlap, x, grads[0])  # another's
+    grads[0] = x[1:]
+    refused("argument 'out[0]' must have the shape", x, y)
+    grads = [torch.empty(5)[1:], sample(f16, 4)]
+    refused(overlap, grads[0]._base[:-1], y)  # its own, but not in the same place
+    with pytest.raises(RuntimeError, match="it has no gradient, but a tensor requires grad"):
+        unscale_cast(grads, SCALE, out=[x, y.clone().requires_grad_()])
+    with pytest.raises(TypeError, match="'out' must be a list or tuple of tensors, got Tensor"):
+        unscale_cast(grads, SCALE, out=x)  # type: ignore[arg-type]
