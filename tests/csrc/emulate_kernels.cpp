@@ -145,9 +145,43 @@ struct List {
 template <typename To, typename From>
 bool multi_cast(std::mt19937& random) {
   const List<To, From> list(random, /*any_place=*/true, /*special=*/8);
-  list.run([&] { multi_cast_kernel<To, From, kSmallTable>(list.table); });
-  return list.check("multi_cast",
-                    [&](int i, int place) { return convert<To>(list.source(i, place)); });
+  // Of the version of torch that this is compiled with, whose own casts are in the table.
+  const int32_t beyond = static_cast<Float8_e4m3fn>(1e9F).x;
+  list.run([&] { multi_cast_kernel<To, From, kSmallTable>(list.table, beyond); });
+  return list.check("multi_cast", [&](int i, int place) {
+    if constexpr (kIsFloat8<To>) {
+      return static_cast<To>(static_cast<float>(list.source(i, place)));
+    } else {
+      return convert<To>(list.source(i, place));
+    }
+  });
+}
+
+// Against torch's own type: all signs, exponents and upper bits of the fraction, each with lower
+// bits around those that decide; and everything that float16 has.
+template <typename To>
+bool rounds_to_float8() {
+  const int32_t beyond = static_cast<Float8_e4m3fn>(1e9F).x;
+  const auto equal = [&](float value) {
+    const uint8_t actual = convert_or_round<To>(value, beyond).x, wanted = static_cast<To>(value).x;
+    if (actual != wanted) {
+      std::printf("float8: %g becomes %02x, wanted %02x\n", value, actual, wanted);
+    }
+    return actual == wanted;
+  };
+  bool right = true;
+  for (uint32_t high = 0; high < 1u << 16; ++high) {
+    for (const uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+      const uint32_t bits = high << 16 | low;
+      float value;
+      std::memcpy(&value, &bits, sizeof(value));
+      right &= equal(value);
+    }
+    Half half;
+    half.x = static_cast<unsigned short>(high);
+    right &= equal(static_cast<float>(half));
+  }
+  return right;
 }
 
 template <typename To, typename From>
@@ -222,12 +256,14 @@ bool cast_with_stats(std::mt19937& random) {
 }
 
 int main() {
-  bool right = true;
+  bool right = rounds_to_float8<Float8_e4m3fn>() && rounds_to_float8<Float8_e5m2>();
   for (unsigned seed = 0; seed < 20; ++seed) {
     std::mt19937 random(seed);
     right &= multi_cast<BFloat16, float>(random) && multi_cast<float, BFloat16>(random) &&
              multi_cast<Half, BFloat16>(random) && multi_cast<double, Half>(random) &&
              multi_cast<Half, double>(random) && multi_cast<float, float>(random);
+    right &= multi_cast<Float8_e4m3fn, float>(random) && multi_cast<Float8_e5m2, Half>(random) &&
+             multi_cast<float, Float8_e4m3fn>(random) && multi_cast<BFloat16, Float8_e5m2>(random);
     right &= unscale_cast<float, Half>(random) && unscale_cast<float, float>(random) &&
              unscale_cast<float, double>(random) && unscale_cast<double, double>(random) &&
              unscale_cast<BFloat16, BFloat16>(random);

@@ -121,7 +121,7 @@ struct Avx512Lanes {
         _mm512_and_si512(_mm512_srli_epi32(magnitude, Format::kDropped), _mm512_set1_epi32(1));
     const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(Format::kRebiasAndHalf));
     __m512i result = _mm512_srli_epi32(_mm512_add_epi32(magnitude, half), Format::kDropped);
-    result = _mm512_min_epi32(result, _mm512_set1_epi32(Format::beyond()));
+    result = _mm512_min_epi32(result, _mm512_set1_epi32(beyond_float8<To>()));
 
     const __m512i magic = _mm512_set1_epi32(Format::kMagicBits);
     const __m512i sum = _mm512_castps_si512(

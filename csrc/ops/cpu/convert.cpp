@@ -2,14 +2,11 @@
 
 #include "convert.h"
 
+#include "../beyond_float8.h"
 #include "capability.h"
 #include "convert_loop.h"
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/bit_cast.h>
-
-#include <algorithm>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -44,11 +41,11 @@ struct Lanes {
   }
   template <typename>
   static void store(Float8_e4m3fn* to, float value) {
-    to->x = to_float8<Float8_e4m3fn>(value);
+    to->x = to_float8<Float8_e4m3fn>(value, beyond_float8<Float8_e4m3fn>());
   }
   template <typename>
   static void store(Float8_e5m2* to, float value) {
-    to->x = to_float8<Float8_e5m2>(value);
+    to->x = to_float8<Float8_e5m2>(value, beyond_float8<Float8_e5m2>());
   }
   template <typename From, typename To>
   static void stream(To* to, float value) {
@@ -56,25 +53,6 @@ struct Lanes {
   }
   static void fence() {}
   static void prefetch(const void*) {}
-
- private:
-  template <typename To>
-  static uint8_t to_float8(float value) {
-    using Format = Float8<To>;
-    using torch::headeronly::bit_cast;
-    const auto bits = bit_cast<uint32_t>(value);
-    const auto magnitude = static_cast<int32_t>(bits & 0x7fffffff);
-    int32_t result = Format::kNan;
-    if (magnitude < Format::kSmallestNormal) {
-      const float sum = bit_cast<float>(magnitude) + bit_cast<float>(Format::kMagicBits);
-      result = bit_cast<int32_t>(sum) - Format::kMagicBits;
-    } else if (magnitude <= 0x7f800000) {
-      const int32_t odd = magnitude >> Format::kDropped & 1;
-      result = (magnitude + odd + Format::kRebiasAndHalf) >> Format::kDropped;
-      result = std::min(result, Format::beyond());
-    }
-    return static_cast<uint8_t>(result | static_cast<int32_t>(bits >> 24 & 0x80));
-  }
 };
 
 // Elements of one dtype, to themselves. A line of the cache at a time where the stores go around
@@ -127,26 +105,13 @@ namespace smart_autocast {
 
 int32_t beyond_float8_e4m3fn = 0;
 
-namespace {
-
-int32_t ask_beyond_float8_e4m3fn() {
-  using torch::stable::Tensor;
-  Tensor number = torch::stable::empty({1}, ScalarType::Float);
-  *static_cast<float*>(number.mutable_data_ptr()) = 1e9F;
-  const Tensor cast = torch::stable::to(number, ScalarType::Float8_e4m3fn);
-  return *static_cast<const uint8_t*>(cast.const_data_ptr());
-}
-
-}  // namespace
-
 ConvertFunction find_convert_default(ScalarType to, ScalarType from) {
   return to == from ? find_copy(to) : find<Lanes>(to, from);
 }
 
 ConvertFunction find_convert(ScalarType to, ScalarType from) {
   if (to == ScalarType::Float8_e4m3fn) {
-    static const bool asked = (beyond_float8_e4m3fn = ask_beyond_float8_e4m3fn(), true);
-    (void)asked;
+    beyond_float8_e4m3fn = ask_beyond_float8_e4m3fn();
   }
   ConvertFunction found = nullptr;
 #if defined(__x86_64__)

@@ -19,9 +19,7 @@ using ConvertFunction = void (*)(void* to, const void* from, int64_t count, bool
 // vectorized loops; ATen itself has others at the end of a tensor, for some pairs of dtypes.
 ConvertFunction find_convert(torch::headeronly::ScalarType to, torch::headeronly::ScalarType from);
 
-// What a number beyond the largest of float8_e4m3fn becomes, without its sign: NaN in older
-// versions of torch, the largest number in newer ones, and this library is not built for one.
-// find_convert asks ATen before it returns a conversion that needs it.
+// As beyond_float8.h says; set by find_convert before it returns a conversion that needs it.
 extern int32_t beyond_float8_e4m3fn;
 
 // The same of one instruction set; null for a pair that it has nothing better for. Called by

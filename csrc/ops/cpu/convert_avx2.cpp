@@ -121,7 +121,7 @@ struct Lanes {
         _mm256_and_si256(_mm256_srli_epi32(magnitude, Format::kDropped), _mm256_set1_epi32(1));
     const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(Format::kRebiasAndHalf));
     __m256i result = _mm256_srli_epi32(_mm256_add_epi32(magnitude, half), Format::kDropped);
-    result = _mm256_min_epi32(result, _mm256_set1_epi32(Format::beyond()));
+    result = _mm256_min_epi32(result, _mm256_set1_epi32(beyond_float8<To>()));
 
     const __m256i magic = _mm256_set1_epi32(Format::kMagicBits);
     const __m256i sum = _mm256_castps_si256(

@@ -14,10 +14,11 @@
 
 #pragma once
 
+#include "../float8.h"
+#include "convert.h"
+
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Float8_e4m3fn.h>
-#include <torch/headeronly/util/Float8_e5m2.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
@@ -27,8 +28,6 @@
 namespace {
 
 using torch::headeronly::BFloat16;
-using torch::headeronly::Float8_e4m3fn;
-using torch::headeronly::Float8_e5m2;
 using torch::headeronly::Half;
 
 constexpr int kCacheLine = 64;
@@ -41,31 +40,15 @@ template <typename From>
 constexpr uint16_t kBf16Nan =
     std::is_same_v<From, float> || std::is_same_v<From, double> ? 0xffff : 0x7fc0;
 
-// How a float32 number becomes one of float8: in whole numbers, but for what is denormal there.
-// That is added to a number with its last place where the denormal ones have theirs, which rounds
-// it to nearest even.
-template <int kFractionBits, int kBottom>  // see Grid
-struct Float8Format {
-  static constexpr int kDropped = 23 - kFractionBits;
-  static constexpr int32_t kSmallestNormal = kBottom << 23;
-  // Another bias of the exponent, and half a unit in the last place less one bit.
-  static constexpr int32_t kRebiasAndHalf = (1 << (kDropped - 1)) - 1 - ((kBottom - 1) << 23);
-  static constexpr int32_t kMagicBits = (kBottom + 23 - kFractionBits) << 23;
-  static constexpr int32_t kNan = 0x7f;
-};
-
+// What is beyond the largest number of a float8 becomes, without its sign.
 template <typename To>
-struct Float8;
-
-template <>
-struct Float8<Float8_e4m3fn> : Float8Format<3, 121> {
-  static int32_t beyond() { return smart_autocast::beyond_float8_e4m3fn; }
-};
-
-template <>
-struct Float8<Float8_e5m2> : Float8Format<2, 113> {
-  static int32_t beyond() { return 0x7c; }
-};
+int32_t beyond_float8() {
+  if constexpr (std::is_same_v<To, Float8_e4m3fn>) {
+    return smart_autocast::beyond_float8_e4m3fn;
+  } else {
+    return Float8<To>::kInfinity;
+  }
+}
 
 template <typename Lanes, typename To, typename From>
 void convert_run(void* to_bytes, const void* from_bytes, int64_t count, bool stream) {

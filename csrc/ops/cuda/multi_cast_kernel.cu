@@ -1,6 +1,7 @@
 // multi_cast on CUDA: one launch for all tensors of a dtype, up to the capacity of a table. What is
-// not dense, or of another dtype than these four, is ATen's copy.
+// not dense, or of a pair of dtypes without a kernel, is ATen's copy.
 
+#include "../beyond_float8.h"
 #include "../multi_cast.h"
 #include "launch.cuh"
 #include "multi_cast_device.cuh"
@@ -16,30 +17,49 @@ namespace smart_autocast {
 namespace {
 
 template <typename To, typename From>
-void cast_all(const Launch& launch, const std::vector<Entry>& entries) {
+void cast_all(const Launch& launch, const std::vector<Entry>& entries, int32_t beyond) {
   start_tables(launch, entries,
                [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
                  multi_cast_kernel<To, From, kCapacity>
-                     <<<blocks, kThreads, 0, launch.stream>>>(table);
+                     <<<blocks, kThreads, 0, launch.stream>>>(table, beyond);
                });
 }
 
-using CastAll = void (*)(const Launch&, const std::vector<Entry>&);
+using CastAll = void (*)(const Launch&, const std::vector<Entry>&, int32_t);
 
-constexpr std::array kDtypes = {ScalarType::Double, ScalarType::Float, ScalarType::Half,
-                                ScalarType::BFloat16};
+constexpr std::array kDtypes = {ScalarType::Double,        ScalarType::Float,
+                                ScalarType::Half,          ScalarType::BFloat16,
+                                ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
+constexpr size_t kCount = kDtypes.size();
 
-// Row: to; column: from; in the order of kDtypes.
+// Row: to; column: from; in the order of kDtypes. Null: from one float8 to another or float64, and
+// back, which is rare.
 template <typename To>
-constexpr std::array<CastAll, 4> kRow = {cast_all<To, double>, cast_all<To, float>,
-                                         cast_all<To, Half>, cast_all<To, BFloat16>};
-constexpr std::array<std::array<CastAll, 4>, 4> kKernels = {kRow<double>, kRow<float>, kRow<Half>,
-                                                            kRow<BFloat16>};
+constexpr std::array<CastAll, kCount> kRow = {
+    cast_all<To, double>,   cast_all<To, float>,         cast_all<To, Half>,
+    cast_all<To, BFloat16>, cast_all<To, Float8_e4m3fn>, cast_all<To, Float8_e5m2>};
+template <>
+constexpr std::array<CastAll, kCount> kRow<double> = {
+    cast_all<double, double>,   cast_all<double, float>, cast_all<double, Half>,
+    cast_all<double, BFloat16>, nullptr,                 nullptr};
+template <typename To>
+constexpr std::array<CastAll, kCount> kRowToFloat8 = {
+    nullptr, cast_all<To, float>, cast_all<To, Half>, cast_all<To, BFloat16>, nullptr, nullptr};
+constexpr std::array<std::array<CastAll, kCount>, kCount> kKernels = {
+    kRow<double>,
+    kRow<float>,
+    kRow<Half>,
+    kRow<BFloat16>,
+    kRowToFloat8<Float8_e4m3fn>,
+    kRowToFloat8<Float8_e5m2>};
 
 // Where a dtype stands in kDtypes; -1: nowhere.
 int find_dtype(int32_t code) {
-  static const std::array<int32_t, 4> codes = {dtype_code(kDtypes[0]), dtype_code(kDtypes[1]),
-                                               dtype_code(kDtypes[2]), dtype_code(kDtypes[3])};
+  static const auto codes = [] {
+    std::array<int32_t, kCount> found{};
+    std::transform(kDtypes.begin(), kDtypes.end(), found.begin(), dtype_code);
+    return found;
+  }();
   const auto found = std::find(codes.begin(), codes.end(), code);
   return found == codes.end() ? -1 : static_cast<int>(found - codes.begin());
 }
@@ -47,24 +67,37 @@ int find_dtype(int32_t code) {
 // The tensors of each source dtype, to be cast together.
 class Work {
  public:
-  explicit Work(int to) : to_(to) {}
+  explicit Work(ScalarType to) : to_(find_dtype(dtype_code(to))) {
+    if (to == ScalarType::Float8_e4m3fn) {
+      beyond_ = ask_beyond_float8_e4m3fn();
+    }
+  }
 
-  void add(int from, const OwnedTensor& result, const OwnedTensor& tensor, int64_t numel) {
+  // Whether there is a kernel for a tensor's dtype and layout.
+  bool takes(const OwnedTensor& tensor, const Geometry& geometry) const {
+    const int from = find_dtype(dtype_of(tensor));
+    return to_ >= 0 && from >= 0 && kKernels[to_][from] != nullptr && is_dense(tensor, geometry);
+  }
+
+  void add(const OwnedTensor& result, const OwnedTensor& tensor, int64_t numel) {
     if (numel > 0) {
-      entries_[from].push_back({data_of(tensor), data_of(result), numel});
+      entries_[find_dtype(dtype_of(tensor))].push_back({data_of(tensor), data_of(result), numel});
     }
   }
 
   void run(int32_t device) const {
     const Launch launch(device);
-    for (size_t from = 0; from < entries_.size(); ++from) {
-      kKernels[to_][from](launch, entries_[from]);
+    for (size_t from = 0; from < kCount; ++from) {
+      if (!entries_[from].empty()) {
+        kKernels[to_][from](launch, entries_[from], beyond_);
+      }
     }
   }
 
  private:
   int to_;
-  std::array<std::vector<Entry>, 4> entries_;
+  int32_t beyond_ = 0;
+  std::array<std::vector<Entry>, kCount> entries_;
 };
 
 void multi_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
@@ -72,24 +105,20 @@ void multi_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
   check_multi_cast(tensors, dtype);
   const int32_t code = dtype_code(dtype);
-  const int to = find_dtype(code);
   const int32_t device = tensors.empty() ? 0 : DeviceOf(tensors[0]).index;
   const torch::stable::accelerator::DeviceGuard guard(device);
   TensorList results(tensors.size());
-  Work work(to);
+  Work work(dtype);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const int from = find_dtype(dtype_of(tensors[i]));
     const Geometry geometry(tensors[i]);
-    if (to < 0 || from < 0 || !is_dense(tensors[i], geometry)) {
+    if (!work.takes(tensors[i], geometry)) {
       results[i] = cast_by_aten(tensors[i], dtype);
       continue;
     }
     results[i] = empty_strided(geometry, code, device);
-    work.add(from, results[i], tensors[i], geometry.numel);
+    work.add(results[i], tensors[i], geometry.numel);
   }
-  if (to >= 0) {
-    work.run(device);
-  }
+  work.run(device);
   stack[0] = give_list(std::move(results));
 }
 
@@ -98,23 +127,18 @@ void multi_cast_out_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
   const TensorList out = take_list(stack[2]);
   check_multi_cast_out(tensors, dtype, out);
-  const int to = find_dtype(dtype_code(dtype));
   const int32_t device = tensors.empty() ? 0 : DeviceOf(tensors[0]).index;
   const torch::stable::accelerator::DeviceGuard guard(device);
-  Work work(to);
+  Work work(dtype);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const int from = find_dtype(dtype_of(tensors[i]));
     const Geometry geometry(tensors[i]);
-    if (to < 0 || from < 0 || !is_dense(tensors[i], geometry) ||
-        !same_strides(geometry, Geometry(out[i]))) {
+    if (!work.takes(tensors[i], geometry) || !same_strides(geometry, Geometry(out[i]))) {
       copy_by_aten(out[i], tensors[i]);
     } else {
-      work.add(from, out[i], tensors[i], geometry.numel);
+      work.add(out[i], tensors[i], geometry.numel);
     }
   }
-  if (to >= 0) {
-    work.run(device);
-  }
+  work.run(device);
 }
 
 }  // namespace
