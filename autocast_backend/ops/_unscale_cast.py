@@ -46,9 +46,7 @@ def check(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
             )
 
 
-def check_out(
-    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[Tensor]
-) -> None:
+def check_out(grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[Tensor]) -> None:
     _check_out_but_overlaps(grads, scale, dtype, out)
     # A gradient may be written where it is.
     others = [g for g, o in zip(grads, out, strict=True) if not reference.is_same_memory(g, o)]

@@ -164,9 +164,7 @@ def check_out(
         if result.device != tensor.device:
             raise fail(op, f"{name} be on the device of '{argument}'")
         if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
-            raise fail(
-                op, f"{name} have memory of its own for every element, got an expanded one"
-            )
+            raise fail(op, f"{name} have memory of its own for every element, got an expanded one")
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:

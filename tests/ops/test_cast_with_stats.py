@@ -63,6 +63,17 @@ def test_equals_the_reference_on_every_value(source: torch.dtype, target: torch.
         assert torch.equal(stats, counts)
 
 
+@pytest.mark.parametrize("target", [f16, bf16])
+def test_each_number_at_a_limit(target: torch.dtype) -> None:
+    """Alone: the largest and the smallest number of a block tell whether anything was lost."""
+    limits = {f16: [65520.0, 2.0**-25], bf16: [3.3961775292304957e38, 2.0**-134]}[target]
+    for limit in torch.tensor([*limits, inf, 0.0, 2.0**-149]):
+        for number in (limit, limit.nextafter(limit * 0), limit.nextafter(torch.tensor(inf))):
+            for tensor in (number.expand(70).clone(), -number.repeat(3), number.double()):
+                counts = op(tensor, target)[1]
+                assert torch.equal(counts, reference.cast_with_stats(tensor, target)[1])
+
+
 def test_float64_beyond_float32_overflows_too() -> None:
     _, stats = cast_with_stats(torch.tensor([1e300, 1e-300, 1.0], dtype=f64), bf16)
     assert numbers(stats) == (1e300, 1, 1, 0)

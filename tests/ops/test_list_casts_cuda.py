@@ -39,6 +39,14 @@ def test_unscale_cast(dtype: torch.dtype) -> None:
         for result, other in zip(results, wanted, strict=True):
             assert_same_numbers(result, other)
         assert_same(found, wanted_found)
+        out = [torch.empty(grad.shape, dtype=dtype, device="cuda") for grad in grads]
+        assert_same(ops.unscale_cast.out(grads, scale, dtype, out=out), wanted_found)
+        for result, other in zip(out, wanted, strict=True):
+            assert_same_numbers(result, other.contiguous())
+        ops.unscale_cast.out(out, scale, dtype, out=out)
+        again, _ = unscale_cast([other.contiguous() for other in wanted], scale, dtype)
+        for result, other in zip(out, again, strict=True):
+            assert_same_numbers(result, other)
 
 
 def test_unscale_cast_finds_one_number_anywhere() -> None:

@@ -43,6 +43,10 @@ CHOSEN = [
     "test_unscale_cast.py::test_what_the_cast_makes_infinite_counts_but_not_what_the_scale_does",
     "test_unscale_cast.py::test_opcheck",
     "test_unscale_cast.py::test_errors",
+    "test_unscale_cast_out.py::test_into_other_tensors",
+    "test_unscale_cast_out.py::test_strides_and_what_lies_between",
+    "test_unscale_cast_out.py::test_in_place",
+    "test_unscale_cast_out.py::test_errors",
     "test_stochastic_cast.py::test_mixtures",
     "test_stochastic_cast.py::test_seeds_and_offsets",
     "test_stochastic_cast.py::test_values_of_every_kind",
@@ -68,7 +72,8 @@ def test_interpreted() -> None:
 
 @interpreted
 def test_kernels_are_registered() -> None:
-    for name in ("multi_cast", "multi_cast.out", "cast_with_stats", "unscale_cast"):
+    names = ("multi_cast", "multi_cast.out", "cast_with_stats", "unscale_cast", "unscale_cast.out")
+    for name in names:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"smart_autocast::{name}", "CPU")
 
 
