@@ -1,6 +1,6 @@
-// What a number beyond the largest of float8_e4m3fn becomes, without its sign: NaN in older versions
-// of torch, the largest number in newer ones, and these libraries are not built for one. ATen is
-// asked, once.
+// What a number beyond the largest of float8_e4m3fn becomes, without its sign: NaN in older
+// versions of torch, the largest number in newer ones, and these libraries are not built for one.
+// ATen is asked, once.
 
 #pragma once
 

@@ -41,7 +41,8 @@ inline void check_multi_cast(const TensorList& tensors, ScalarType dtype) {
 inline void check_multi_cast_out(const TensorList& tensors, ScalarType dtype,
                                  const TensorList& out) {
   check_multi_cast(tensors, dtype);
-  check_out({.op = "multi_cast", .argument = "tensors", .may_be_itself = false}, tensors, dtype, out);
+  check_out({.op = "multi_cast", .argument = "tensors", .may_be_itself = false}, tensors, dtype,
+            out);
 }
 
 }  // namespace smart_autocast

@@ -105,8 +105,8 @@ inline void check_out(const OutOf& of, const TensorList& tensors, ScalarType dty
         fail_at(i, "have memory of its own for every element, got an expanded one");
       }
     }
-    const bool is_itself = data_of(out[i]) == data_of(tensors[i]) &&
-                           dtype_of(tensors[i]) == code && same_strides(from, to);
+    const bool is_itself = data_of(out[i]) == data_of(tensors[i]) && dtype_of(tensors[i]) == code &&
+                           same_strides(from, to);
     if (!of.may_be_itself || !is_itself) {
       read.emplace_back(tensors[i], from, aoti_torch_dtype_element_size(dtype_of(tensors[i])));
     }

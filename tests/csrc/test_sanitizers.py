@@ -19,6 +19,7 @@ TESTS = [
     "test_multi_cast_values.py",
     "test_cast_with_stats.py",
     "test_unscale_cast.py",
+    "test_unscale_cast_out.py",
     "test_stochastic_cast.py",
 ]
 # Processes of their own, what compiles, and what is only more of the same values.

@@ -126,8 +126,7 @@ struct Lanes {
     const __m256i magic = _mm256_set1_epi32(Format::kMagicBits);
     const __m256i sum = _mm256_castps_si256(
         _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(magic)));
-    const __m256i small =
-        _mm256_cmpgt_epi32(_mm256_set1_epi32(Format::kSmallestNormal), magnitude);
+    const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(Format::kSmallestNormal), magnitude);
     result = _mm256_blendv_epi8(result, _mm256_sub_epi32(sum, magic), small);
 
     const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));

@@ -9,6 +9,7 @@
 #include "runs.h"
 
 #include <cstdint>
+#include <utility>
 
 namespace smart_autocast {
 
@@ -17,7 +18,7 @@ class DenseList {
   // What has no conversion to `read_as`, or elements that do not lie side by side, ATen casts to
   // that. Results are of `dtype`: `out`, or new ones where that is null.
   DenseList(ScalarType read_as, ScalarType dtype, const TensorList* out)
-      : read_as_(read_as), dtype_(dtype), code_(dtype_code(dtype)), out_(out) {}
+      : read_as_(read_as), code_(dtype_code(dtype)), out_(out) {}
 
   // Calls add(run, convert, from) for each of `tensors` that holds elements; `convert` is from the
   // dtype of what is read, `from`, to `read_as`.
@@ -38,10 +39,9 @@ class DenseList {
       const OwnedTensor* result = out_ == nullptr ? &made_[i] : &(*out_)[i];
       if (out_ == nullptr || !same_strides(geometry, Geometry(*result))) {
         AtenTensorHandle made = nullptr;
-        TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes,
-                                                        geometry.strides, code_,
-                                                        aoti_torch_device_type_cpu(),
-                                                        /*device_index=*/0, &made));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+            geometry.dim, geometry.sizes, geometry.strides, code_, aoti_torch_device_type_cpu(),
+            /*device_index=*/0, &made));
         made_[i].reset(made);
         result = &made_[i];
       }
@@ -68,8 +68,8 @@ class DenseList {
   }
 
  private:
-  ScalarType read_as_, dtype_;
-  int32_t code_;
+  ScalarType read_as_;
+  int32_t code_;  // of dtype
   const TensorList* out_;
   TensorList made_, read_;
 };

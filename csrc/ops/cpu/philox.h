@@ -16,7 +16,6 @@ namespace {
 constexpr int kCounters = 16;
 constexpr int kWords = 4 * kCounters;
 
-
 // It works on words of 32 bits, here each in the lower half of a lane of 64: what the upper half
 // holds is lost where it is multiplied. Compilers make no vectors of it by themselves.
 #if defined(__AVX512F__)
@@ -25,9 +24,7 @@ struct Lanes64 {
   static constexpr int kSize = 8;
   using Register = __m512i;
 
-  static Register all(uint64_t value) {
-    return _mm512_set1_epi64(static_cast<int64_t>(value));
-  }
+  static Register all(uint64_t value) { return _mm512_set1_epi64(static_cast<int64_t>(value)); }
   // `first` and the numbers after it, in the order in which store_words takes them.
   static Register counters(uint64_t first) {
     return _mm512_add_epi64(all(first), _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0));
@@ -49,9 +46,7 @@ struct Lanes64 {
   static constexpr int kSize = 4;
   using Register = __m256i;
 
-  static Register all(uint64_t value) {
-    return _mm256_set1_epi64x(static_cast<int64_t>(value));
-  }
+  static Register all(uint64_t value) { return _mm256_set1_epi64x(static_cast<int64_t>(value)); }
   static Register counters(uint64_t first) {
     return _mm256_add_epi64(all(first), _mm256_set_epi64x(3, 1, 2, 0));
   }
@@ -74,9 +69,7 @@ struct Lanes64 {
 
   static Register all(uint64_t value) { return value; }
   static Register counters(uint64_t first) { return first; }
-  static Register multiply(Register a, Register b) {
-    return (a & 0xffffffff) * (b & 0xffffffff);
-  }
+  static Register multiply(Register a, Register b) { return (a & 0xffffffff) * (b & 0xffffffff); }
   static Register upper(Register a) { return a >> 32; }
   static Register join(Register low, Register high) { return (low & 0xffffffff) | high << 32; }
   static void store_words(uint32_t* to, Register first, Register second) {

@@ -56,8 +56,8 @@ bool unscale(const Unscale& how, const UnscaleRun& run, const Stretch& part) {
     const bool finish = how.widen != nullptr || part.stream;
     void* into = finish ? product : to;
     if (how.is_double) {
-      found |= how.loops.scale_double(static_cast<double*>(into),
-                                      static_cast<const double*>(block), now, how.factor);
+      found |= how.loops.scale_double(static_cast<double*>(into), static_cast<const double*>(block),
+                                      now, how.factor);
     } else {
       found |= how.loops.scale(static_cast<float*>(into), static_cast<const float*>(block), now,
                                static_cast<float>(how.factor));

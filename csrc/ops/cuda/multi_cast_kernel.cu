@@ -18,11 +18,9 @@ namespace {
 
 template <typename To, typename From>
 void cast_all(const Launch& launch, const std::vector<Entry>& entries, int32_t beyond) {
-  start_tables(launch, entries,
-               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-                 multi_cast_kernel<To, From, kCapacity>
-                     <<<blocks, kThreads, 0, launch.stream>>>(table, beyond);
-               });
+  start_tables(launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+    multi_cast_kernel<To, From, kCapacity><<<blocks, kThreads, 0, launch.stream>>>(table, beyond);
+  });
 }
 
 using CastAll = void (*)(const Launch&, const std::vector<Entry>&, int32_t);
@@ -39,19 +37,21 @@ constexpr std::array<CastAll, kCount> kRow = {
     cast_all<To, double>,   cast_all<To, float>,         cast_all<To, Half>,
     cast_all<To, BFloat16>, cast_all<To, Float8_e4m3fn>, cast_all<To, Float8_e5m2>};
 template <>
-constexpr std::array<CastAll, kCount> kRow<double> = {
-    cast_all<double, double>,   cast_all<double, float>, cast_all<double, Half>,
-    cast_all<double, BFloat16>, nullptr,                 nullptr};
+constexpr std::array<CastAll, kCount> kRow<double> = {cast_all<double, double>,
+                                                      cast_all<double, float>,
+                                                      cast_all<double, Half>,
+                                                      cast_all<double, BFloat16>,
+                                                      nullptr,
+                                                      nullptr};
 template <typename To>
 constexpr std::array<CastAll, kCount> kRowToFloat8 = {
     nullptr, cast_all<To, float>, cast_all<To, Half>, cast_all<To, BFloat16>, nullptr, nullptr};
-constexpr std::array<std::array<CastAll, kCount>, kCount> kKernels = {
-    kRow<double>,
-    kRow<float>,
-    kRow<Half>,
-    kRow<BFloat16>,
-    kRowToFloat8<Float8_e4m3fn>,
-    kRowToFloat8<Float8_e5m2>};
+constexpr std::array<std::array<CastAll, kCount>, kCount> kKernels = {kRow<double>,
+                                                                      kRow<float>,
+                                                                      kRow<Half>,
+                                                                      kRow<BFloat16>,
+                                                                      kRowToFloat8<Float8_e4m3fn>,
+                                                                      kRowToFloat8<Float8_e5m2>};
 
 // Where a dtype stands in kDtypes; -1: nowhere.
 int find_dtype(int32_t code) {

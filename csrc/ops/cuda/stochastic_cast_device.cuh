@@ -42,8 +42,8 @@ __device__ __forceinline__ To round_to(float value, uint32_t word, Grid grid) {
 // Results are aligned as the allocator gives memory, and four elements stay together.
 template <typename To, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    stochastic_cast_kernel(const __grid_constant__ Table<kCapacity> table, Grid grid,
-                           uint64_t seed, uint64_t counter) {
+    stochastic_cast_kernel(const __grid_constant__ Table<kCapacity> table, Grid grid, uint64_t seed,
+                           uint64_t counter) {
   for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
     To* __restrict__ to = static_cast<To*>(entry.to) + (place - first);
     const float* __restrict__ from = static_cast<const float*>(entry.from) + (place - first);

@@ -17,12 +17,11 @@ namespace {
 template <typename To>
 void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid grid, uint64_t seed,
                uint64_t counter) {
-  start_tables(launch, entries,
-               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-                 stochastic_cast_kernel<To, kCapacity>
-                     <<<blocks, kThreads, 0, launch.stream>>>(table, grid, seed, counter);
-                 counter += static_cast<uint64_t>(next_begin(table.total)) / kWords;
-               });
+  start_tables(launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+    stochastic_cast_kernel<To, kCapacity>
+        <<<blocks, kThreads, 0, launch.stream>>>(table, grid, seed, counter);
+    counter += static_cast<uint64_t>(next_begin(table.total)) / kWords;
+  });
 }
 
 void stochastic_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {

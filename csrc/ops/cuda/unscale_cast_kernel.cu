@@ -19,11 +19,10 @@ namespace {
 template <typename To, typename From>
 void unscale_all(const Launch& launch, const std::vector<Entry>& entries, const float* scale,
                  float* found_inf) {
-  start_tables(launch, entries,
-               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-                 unscale_cast_kernel<To, From, kCapacity>
-                     <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
-               });
+  start_tables(launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+    unscale_cast_kernel<To, From, kCapacity>
+        <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
+  });
 }
 
 struct Kernel {
