@@ -4,7 +4,7 @@ Four comparisons, with the limit, a copy of as many bytes as the fused form move
 
 - `stats`: `cast_with_stats` against a plain cast, and against the cast and PyTorch ops that count;
 - `unscale`: `unscale_cast` of float16 gradients to float32 against `.float()` and the unscaling of
-  `torch.amp.GradScaler`;
+  `torch.amp.GradScaler`; and the same into tensors that are there;
 - `stochastic`: rounding with random numbers against rounding to nearest;
 - `neighbours`: a cast between pointwise ops, compiled, against the same ops one by one.
 """
@@ -71,17 +71,22 @@ def stats(x: Tensor) -> Functions:
     }
 
 
-def unscale(grads: list[Tensor]) -> Functions:
+def unscale(grads: list[Tensor], *, reused: bool) -> Functions:
     """`scale` is 1, so that calls after calls see the same numbers."""
     scale = torch.ones(1, device=grads[0].device)
     inverse, found_inf = scale.clone(), torch.zeros_like(scale)
+    out = [torch.empty_like(grad, dtype=torch.float32) for grad in grads] if reused else None
 
     def apart() -> list[Tensor]:
-        full = [grad.float() for grad in grads]
+        if out is None:
+            full = [grad.float() for grad in grads]
+        else:
+            full = out
+            torch._foreach_copy_(full, grads)
         torch._amp_foreach_non_finite_check_and_unscale_(full, found_inf, inverse)
         return full
 
-    return {"unscale_cast": lambda: unscale_cast(grads, scale, torch.float32), "apart": apart}
+    return {"unscale_cast": lambda: unscale_cast(grads, scale, out=out), "apart": apart}
 
 
 def stochastic(x: Tensor) -> Functions:
@@ -127,18 +132,22 @@ def comparisons(device: str, *, quick: bool, only: Sequence[str]) -> list[Callab
             goal=goal,
         )
 
-    def of_model() -> Comparison:
+    def of_model(*, reused: bool) -> Comparison:
         shapes = [(64, 64)] * 20 if quick else MODELS["gpt2-small"]()
+        name = "unscale, 20 small gradients" if quick else "unscale, gpt2-small"
         return Comparison(
-            name="unscale, 20 small gradients" if quick else "unscale, gpt2-small",
-            functions=unscale([numbers(shape, torch.float16) for shape in shapes]),
+            name=f"{name}, out" if reused else name,
+            functions=unscale([numbers(shape, torch.float16) for shape in shapes], reused=reused),
             fused="unscale_cast",
             apart="apart",
             bytes=6 * sum(map(prod, shapes)),
             goal=1.0,
         )
 
-    found: list[tuple[str, Callable[[], Comparison]]] = [("unscale", of_model)]
+    found: list[tuple[str, Callable[[], Comparison]]] = [
+        ("unscale", lambda: of_model(reused=False)),
+        ("unscale", lambda: of_model(reused=True)),
+    ]
     for kib in QUICK_KIB if quick else KIB:
         found += [
             ("stats", of_one("stats", stats, kib, "cast_with_stats", "plain cast", MOST_STATS)),

@@ -163,14 +163,14 @@ def multi_cast(
     """
     if out is None and seed is None and isinstance(tensors, (list, tuple)) and len(tensors) == 1:
         # One tensor shares the cost of a call with none. Where a kernel of ours gains less than
-        # that, it is PyTorch's; but an op of ours as long as the call is traced.
+        # that, or cannot be used, it is PyTorch's; but an op of ours while the call is traced.
         tensor = tensors[0]
         if (
             type(tensor) in _PLAIN
             and tensor.dtype in _METHODS
             and type(dtype) is torch.dtype
             and dtype in _METHODS
-            and tensor.numel() < 2**20
+            and (tensor.numel() < 2**20 or (tensor.requires_grad and torch.is_grad_enabled()))
             and tensor.layout is torch.strided
             and not tensor.is_nested
             and rounding == "nearest-even"
