@@ -1,16 +1,18 @@
 """Large results in memory that the system has just given: it is asked for huge pages."""
 
+import mmap
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from autocast_backend import cast_with_stats, multi_cast, unscale_cast
+from autocast_backend import multi_cast, unscale_cast
 from autocast_backend.ops import KERNEL_TIER
 
 SMAPS, HUGE = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage")
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+CACHE_BYTES = 1024 * int(CACHE.read_text().rstrip("K\n")) if CACHE.exists() else 32 << 20
 
 pytestmark = [
     pytest.mark.skipif(KERNEL_TIER.name != "native", reason="the native kernels'"),
@@ -30,24 +32,34 @@ def in_huge_pages(tensor: torch.Tensor) -> bool:
     raise AssertionError("no such address")
 
 
+def new_memory(elements: int) -> torch.Tensor:
+    """Straight from the system: malloc may have memory that something was written to."""
+    size = 2 * elements
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.bfloat16)
+
+
 @pytest.fixture
 def large() -> torch.Tensor:
-    kilobytes = int(CACHE.read_text().rstrip("K\n")) if CACHE.exists() else 32 << 10
-    # More than half of the cache, with a result that malloc has to ask the system for.
-    return torch.ones(max(kilobytes << 8, 20 << 20))
+    """A call with it moves more than half of what the cache holds."""
+    return torch.ones(max(CACHE_BYTES // 4, 4 << 20))
 
 
-def test_results_are(large: torch.Tensor) -> None:
-    low = torch.bfloat16
-    assert in_huge_pages(multi_cast([large], low)[0])
-    assert in_huge_pages(cast_with_stats(large, low)[0])
-    assert in_huge_pages(multi_cast([large], low, rounding="stochastic", seed=0)[0])
-    assert in_huge_pages(unscale_cast([large], torch.tensor(2.0), low).tensors[0])
+def test_new_results_are(large: torch.Tensor) -> None:
+    first, second = new_memory(large.numel()), new_memory(large.numel())
+    assert not in_huge_pages(first)
+    multi_cast([large], torch.bfloat16, out=[first])
+    unscale_cast([large], torch.tensor(1.0), torch.bfloat16, out=[second])
+    for result in (first, second):
+        assert in_huge_pages(result)
+        assert bool((result == 1).all())
 
 
-def test_what_is_there_is_left_alone(large: torch.Tensor) -> None:
-    out = torch.ones_like(large, dtype=torch.bfloat16)
-    assert not in_huge_pages(large)
+def test_what_was_written_to_and_what_is_small_is_left_alone(large: torch.Tensor) -> None:
+    out = new_memory(large.numel()).zero_()
     multi_cast([large], torch.bfloat16, out=[out])
     assert not in_huge_pages(out)
-    assert not in_huge_pages(large)
+    some = large[: CACHE_BYTES // 16]  # 6 bytes an element
+    result = new_memory(some.numel())
+    multi_cast([some], torch.bfloat16, out=[result])
+    assert not in_huge_pages(result)

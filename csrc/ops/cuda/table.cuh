@@ -113,7 +113,8 @@ __device__ __forceinline__ void map_stretch(To* __restrict__ to, const From* __r
   auto* to_vectors = reinterpret_cast<Vector<To, kSize>*>(to + head);
   if (reinterpret_cast<uintptr_t>(from + head) % kVectorBytes == 0) {
     const auto* from_vectors = reinterpret_cast<const Vector<From, kSize>*>(from + head);
-#pragma unroll 2
+    // Of wide vectors, one has as many bytes on their way as two of others.
+#pragma unroll(kSize > 8 ? 1 : 2)
     for (int i = threadIdx.x; i < vectors; i += kThreads) {
       const Vector<From, kSize> in = from_vectors[i];
       Vector<To, kSize> out;
