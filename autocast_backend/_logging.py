@@ -14,7 +14,6 @@ log = logging.getLogger("autocast_backend")
 
 def register() -> None:
     """Make `smart_autocast` a name that `TORCH_LOGS` and `torch._logging` know. Idempotent."""
-    from torch._logging._internal import log_registry, register_log
+    from ._torch.logs import register_log_name
 
-    if not log_registry.is_log("smart_autocast"):
-        register_log("smart_autocast", log.name)
+    register_log_name("smart_autocast", log.name)

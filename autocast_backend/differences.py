@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ._torch.autocast import has_autocast_kernel
 from ._torch.dynamo import is_higher_order_op
+from ._torch.ops import OpOverload, is_dispatched
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def is_plain(forward: fx.GraphModule) -> bool:
     for module in forward.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             target = node.target
-            if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            if is_dispatched(target):
                 plain = str(target).partition(".")[0] in ("aten", "prims", "smart_autocast")
             else:
                 owner = (getattr(target, "__module__", None) or "torch").partition(".")[0]
@@ -112,6 +113,6 @@ def autocast_acts_on(node: fx.Node, device_types: Sequence[str]) -> bool:
     """Whether autocast has a kernel for the op that was called, before it was decomposed, or it is
     a higher-order op, whose body may call one."""
     op = node.meta.get("original_aten") or node.target
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return has_autocast_kernel(op, device_types)
     return is_higher_order_op(op)

@@ -16,6 +16,7 @@ from torch import fx
 
 from ._torch.autocast import dispatched_ops
 from ._torch.dynamo import pass_through_error
+from ._torch.ops import is_dispatched, op_name_of
 from .policies import Policy, op_name
 from .spelling import nearest
 from .state import AMBIENT_DTYPES, AutocastState
@@ -242,9 +243,6 @@ def parse_name(path: str) -> Name:
 
 
 def _qualified_op_name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target._qualified_op_name
+    if is_dispatched(node.target):
+        return op_name_of(node.target)[0]
     return f"aten::{(op_name(node) or '').partition('.')[0]}"

@@ -20,6 +20,7 @@ from packaging.version import Version
 from torch import fx
 
 from ._torch.autocast import autocast_registrations
+from ._torch.ops import is_dispatched, op_name_of
 
 
 class Policy(enum.Enum):
@@ -254,12 +255,9 @@ def op_name(node: fx.Node) -> str | None:
     if node.op != "call_function":
         return None
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-        overload = target._schema.overload_name
+    if is_dispatched(target):
+        name, overload = op_name_of(target)
         return _aten(name) and _aten(name) + (f".{overload}" if overload else "")
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return _aten(target._qualified_op_name)
     return _plain(getattr(target, "__name__", ""))
 
 

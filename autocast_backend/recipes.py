@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from . import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
+from ._torch.ops import OpOverload, arguments_of
 from .expansions import EXPANSIONS, Caller
 from .policies import COMPOSITES, Policy, find_policy, op_name
 from .state import AutocastState, DeviceAutocast
@@ -50,7 +51,7 @@ _APPENDED = {
 class Cast:
     """One smart cast: the op, and what it takes besides the tensor."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...] = ()
     device_type: str | None = None
 
@@ -76,7 +77,7 @@ class Recipe:
 
     casts: tuple[tuple[int, Cast], ...] = ()
     promoted: tuple[tuple[tuple[int, ...], str | None], ...] = ()
-    with_dtype: torch._ops.OpOverload | None = None
+    with_dtype: OpOverload | None = None
     direct: bool = True
     expansion: str | None = None
 
@@ -183,7 +184,7 @@ def _is_castable(value: Any) -> TypeGuard[torch.Tensor]:
     )
 
 
-def _overload_with_dtype(name: str, node: fx.Node) -> torch._ops.OpOverload | None:
+def _overload_with_dtype(name: str, node: fx.Node) -> OpOverload | None:
     for full_name in _WITH_DTYPE.get(name.partition(".")[0], ()):
         packet, _, overload = full_name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -192,7 +193,7 @@ def _overload_with_dtype(name: str, node: fx.Node) -> torch._ops.OpOverload | No
     return None
 
 
-def bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any] | None:
+def bind(op: OpOverload, args: Any, kwargs: Any) -> dict[str, Any] | None:
     """The arguments of a torch-level call by the names of `op`'s schema; None where they do not
     fit.
 
@@ -202,15 +203,15 @@ def bind(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any] | 
     if "input" in given:
         given["self"] = given.pop("input")
     given.pop("_stacklevel", None)
-    names = [a.name for a in op._schema.arguments]
-    positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    names = [a.name for a in arguments_of(op)]
+    positional = [a.name for a in arguments_of(op) if not a.kwarg_only]
     if len(args) > len(positional):
         return None
     bound = dict(zip(positional, args, strict=False))
     if bound.keys() & given.keys() or given.keys() - set(names):
         return None
     bound |= given
-    required = [a.name for a in op._schema.arguments if not a.has_default_value()]
+    required = [a.name for a in arguments_of(op) if not a.has_default_value()]
     return bound if all(bound.get(n) is not None for n in required) else None
 
 
@@ -246,7 +247,7 @@ def apply(
     if recipe.with_dtype is None:
         return node.target, args, kwargs
     if recipe.with_dtype in _APPENDED.values():
-        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        schema = arguments_of(node.target)  # type: ignore[arg-type]
         positional = [*args, *(kwargs.get(a.name, a.default_value) for a in schema[len(args) :])]
         own = call(_ATEN.result_type.Tensor, (positional[0], positional[0]), {})
         dtype = call(_ATEN.promote_types.default, (own, torch.float32), {})

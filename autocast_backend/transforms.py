@@ -18,7 +18,11 @@ import torch
 from torch import fx
 
 from . import recipes
-from ._torch.dynamo import functorch_levels_restored, is_functorch_transform
+from ._torch.dynamo import (
+    functorch_levels_restored,
+    is_functorch_transform,
+    is_higher_order_op,
+)
 from .planning import Candidate
 from .policies import Policy
 from .proving import looks_mutating
@@ -96,7 +100,7 @@ def _why_not(span: list[Candidate]) -> str | None:
     if any(c.grad != first.grad for c in span):
         return "it switches gradients on or off"
     for c in span:
-        if c.node.op == "call_module" or isinstance(c.node.target, torch._ops.HigherOrderOperator):
+        if c.node.op == "call_module" or is_higher_order_op(c.node.target):
             return f"{c.node.name} is not looked into"
         if looks_mutating(c.node):
             return f"{c.node.name} writes to its arguments"

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch.autocast import disable_autocast
 from ._torch.fake_tensors import failures_unlogged, observing
+from ._torch.ops import op_name_of
 from .state import AutocastState, weight_cache_on
 
 # What a cast becomes below autograd. Casts are counted; where they stand is seen through the dtypes
@@ -97,7 +98,7 @@ class _Recorder(TorchDispatchMode):
                 cached = self._weight_cache and is_weight(args[0])
                 self.casts.add((id(args[0]),) if cached else (id(args[0]), len(self.casts)))
                 self.cast_to[id(args[0])] = out.dtype
-        elif func._schema.name in _RENAMING:
+        elif op_name_of(func)[0] in _RENAMING:
             self.events.append((str(func), (), (), ()))
         elif func.namespace not in _IGNORED_NAMESPACES and (inputs or dtypes_of(out)):
             plain = _plain_arguments((args, kwargs))

@@ -23,6 +23,7 @@ from torch import fx
 
 from ._torch.configs import compile_cache_dir
 from ._torch.fake_tensors import symbol_key
+from ._torch.ops import is_dispatched
 from .state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16
@@ -178,7 +179,7 @@ class _Leaf:
 def _target(target: Any) -> str:
     if isinstance(target, str):
         return f"method:{target}"
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if is_dispatched(target):
         return str(target)
     name = getattr(target, "__qualname__", None) or repr(target)
     if "<" in name:  # a lambda, or a function made by another: its name is not its own

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 
 def pass_through_error() -> type[Exception]:
@@ -132,7 +133,7 @@ def functorch_levels_restored() -> Iterator[None]:
 
 def is_higher_order_op(target: Any) -> bool:
     """Whether a node's target takes subgraphs (`torch.ops.higher_order.*`)."""
-    return isinstance(target, torch._ops.HigherOrderOperator)
+    return isinstance(target, HigherOrderOperator)
 
 
 def is_set_grad_enabled(target: Any) -> bool:

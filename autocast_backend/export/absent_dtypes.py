@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
+from .._torch.ops import arguments_of
 from ..regions import nodes_of
 
 _DTYPE_OF = torch.ops.smart_autocast.full_precision_dtype.default
@@ -43,7 +44,7 @@ def without_absent_dtypes(graph_module: fx.GraphModule) -> None:
 
 def _positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by name as export writes them: by position, and no defaults at the end."""
-    schema = op._schema.arguments
+    schema = arguments_of(op)
     keywords = {
         a.name: arguments[a.name]
         for a in schema

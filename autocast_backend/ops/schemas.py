@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .._native import REBUILD, KernelTierError
+from .._torch.ops import schema_of
 
 SCHEMAS: dict[str, str] = {
     "autocast_to_fp16": "(Tensor(a) self, *, str? device_type=None) -> Tensor(a)",
@@ -45,7 +46,7 @@ def check_registered() -> None:
         name, _, overload = qualified.partition(".")
         packet = getattr(torch.ops.smart_autocast, name, None)
         op = getattr(packet, overload or "default", None)
-        found = "no such op" if op is None else str(op._schema)
+        found = "no such op" if op is None else schema_of(op)
         if found != expected:
             raise KernelTierError(
                 f"the native library is not of this version of the sources: expected {expected}, "

@@ -1,0 +1,41 @@
+"""Ops as the dispatcher knows them. `torch.ops` is public, the types of what it holds are not, nor
+is what they say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "arguments_of",
+    "is_dispatched",
+    "op_name_of",
+    "schema_of",
+]
+
+
+def is_dispatched(target: Any) -> TypeGuard[OpOverload | OpOverloadPacket]:
+    """Whether a node's target is an op of the dispatcher, with or without its overload."""
+    return isinstance(target, (OpOverload, OpOverloadPacket))
+
+
+def op_name_of(target: OpOverload | OpOverloadPacket) -> tuple[str, str]:
+    """The name of an op, `aten::add`, and its overload: "" for the default one, or for all."""
+    if isinstance(target, OpOverload):
+        return target._schema.name, target._schema.overload_name
+    return target._qualified_op_name, ""
+
+
+def schema_of(op: OpOverload) -> str:
+    """The schema of an op as it is written."""
+    return str(op._schema)
+
+
+def arguments_of(op: OpOverload) -> Sequence[Any]:
+    """The arguments in the schema of an op: `name`, `kwarg_only`, `default_value`."""
+    return op._schema.arguments

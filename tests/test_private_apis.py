@@ -1,0 +1,24 @@
+"""Private names of torch stand in `_torch/` alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import autocast_backend
+
+PACKAGE = Path(autocast_backend.__file__).parent
+PRIVATE = re.compile(r"^(?!.*`).*(\btorch\._|\._schema\b|_qualified_op_name)", re.MULTILINE)
+
+
+def uses(folder: Path) -> list[str]:
+    return [
+        f"{path.relative_to(PACKAGE)}: {found.group().strip()}"
+        for path in sorted(folder.rglob("*.py"))
+        for found in PRIVATE.finditer(path.read_text())
+    ]
+
+
+def test_they_have_one_home() -> None:
+    assert len(uses(PACKAGE / "_torch")) > 20
+    assert [use for use in uses(PACKAGE) if not use.startswith("_torch")] == []
