@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--region-dtype",
         choices=("bfloat16", "float16"),
         default="bfloat16",
-        help="of the regions around PyTorch's lists (tests/conformance/test_{op,module}_db.py)",
+        help="that Dynamo traces PyTorch's lists with (tests/conformance/test_{op,module}_db.py)",
     )
 
 
@@ -38,6 +38,25 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+def pytest_sessionstart() -> None:
+    """Leave out what takes time and changes no result."""
+    # OpenMP's threads wait for each other, which costs more than the few numbers of most tests, and
+    # more still where other processes want the same cores. (tests/ops has large tensors.)
+    torch.set_num_threads(1)
+    # Each compilation flushes the processor's caches, 18 ms, to time its guards for a log.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    # A seed for a device that is not there is kept, with a traceback, for when it comes.
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda _: None
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _process_state() -> dict[str, object]:

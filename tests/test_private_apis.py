@@ -8,14 +8,15 @@ from pathlib import Path
 import autocast_backend
 
 PACKAGE = Path(autocast_backend.__file__).parent
-PRIVATE = re.compile(r"^(?!.*`).*(\btorch\._|\._schema\b|_qualified_op_name)", re.MULTILINE)
+COMMENT = re.compile(r"(?<!\S)#.*|`[^`\n]*`")
+PRIVATE = re.compile(r"\btorch\._(?!_)\w+|\._schema\b|\._qualified_op_name\b")
 
 
 def uses(folder: Path) -> list[str]:
     return [
-        f"{path.relative_to(PACKAGE)}: {found.group().strip()}"
+        f"{path.relative_to(PACKAGE)}: {found}"
         for path in sorted(folder.rglob("*.py"))
-        for found in PRIVATE.finditer(path.read_text())
+        for found in PRIVATE.findall(COMMENT.sub("", path.read_text()))
     ]
 
 

@@ -1,14 +1,12 @@
-from typing import Any
-
 import pytest
 import torch
 
 
 @pytest.fixture
-def region(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """The arguments of `torch.autocast` around what PyTorch lists."""
-    dtype = getattr(torch, pytestconfig.getoption("--region-dtype"))
-    return {"device_type": "cpu", "dtype": dtype}
+def dtypes(pytestconfig: pytest.Config) -> list[torch.dtype]:
+    """Of the regions around what PyTorch lists: Dynamo traces the first one."""
+    first = getattr(torch, pytestconfig.getoption("--region-dtype"))
+    return sorted((torch.bfloat16, torch.float16), key=lambda dtype: dtype is not first)
 
 
 @pytest.fixture

@@ -9,13 +9,19 @@ be those of stock, module by module.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
 
-from tests.support import assert_same_bits, autocast_put_right, tensors
+from tests.conformance.one_trace import OneTrace, ours
+from tests.support import BF16, assert_same_bits, autocast_put_right, tensors
 
 MODULES = {info.formatted_name: info for info in module_db}
 
@@ -28,21 +34,50 @@ def sample_of(info: ModuleInfo, index: int) -> ModuleInput:
     return list(samples)[index]
 
 
-def outcome(
-    info: ModuleInfo, index: int, autocast: dict[str, Any], **compile_arguments: Any
-) -> tuple[list[Any], ...]:
-    """Outputs, buffers and gradients of one sample."""
-    torch._dynamo.reset()
-    sample = sample_of(info, index)
-    made, given = sample.constructor_input, sample.forward_input
-    module = info.module_cls(*made.args, **made.kwargs)
+@dataclass(frozen=True)
+class Traced:
+    """A module with one of its samples, compiled once. What it computes: outputs, buffers and
+    gradients."""
 
-    def region(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(**autocast):
-            return module(*args, **kwargs)
+    info: ModuleInfo
+    index: int
+    module: nn.Module
+    state: dict[str, Any]
+    trace: OneTrace
+    compiled: Callable[..., Any]
 
+    @classmethod
+    def of(cls, info: ModuleInfo, index: int, dtypes: Sequence[torch.dtype]) -> Traced:
+        """Traced by its first call, in a region of the first dtype."""
+        torch._dynamo.reset()
+        sample = sample_of(info, index)
+        made, given = sample.constructor_input, sample.forward_input
+        module = info.module_cls(*made.args, **made.kwargs)
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cpu", dtype=dtypes[0]):
+                return module(*args, **kwargs)
+
+        if isinstance(module, LazyModuleMixin):
+            module(*given.args, **given.kwargs)
+        state = copy.deepcopy(module.state_dict())
+        stock = ("stock",) if info.formatted_name in DIFFERENT_IN_STOCK else ()
+        trace = OneTrace(("eager", "ours", *stock), dtypes)
+        compiled = torch.compile(region, backend=trace)
+        return cls(info, index, module, state, trace, compiled)
+
+    def outcome(self, way: str, dtype: torch.dtype) -> tuple[list[Any], ...]:
+        """What one way to run it, with a region of `dtype`, gives."""
+        self.module.load_state_dict(self.state)
+        with self.trace.chosen(way, dtype):
+            return outcome(self.compiled, self.module, sample_of(self.info, self.index))
+
+
+def outcome(call: Callable[..., Any], module: nn.Module, sample: ModuleInput) -> tuple[Any, ...]:
+    """Outputs, buffers and gradients of a call of a module."""
+    given = sample.forward_input
     torch.manual_seed(1)
-    outputs = tensors(torch.compile(region, **compile_arguments)(*given.args, **given.kwargs))
+    outputs = tensors(call(*given.args, **given.kwargs))
     inputs = (*module.parameters(), *tensors((given.args, given.kwargs)))  # lazy ones exist by now
     leaves = [t for t in inputs if t.requires_grad]
     roots = [t for t in outputs if t.requires_grad]
@@ -50,27 +85,46 @@ def outcome(
     if roots and leaves:
         loss = torch.stack([t.float().sum() for t in roots]).sum()
         gradients += torch.autograd.grad(loss, leaves, allow_unused=True)
-    return outputs, list(module.buffers()), gradients
+    return outputs, [b.clone() for b in module.buffers()], gradients
 
 
 @pytest.mark.parametrize("index", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("name", MODULES)
-def test_bits(name: str, index: int, region: dict[str, Any]) -> None:
-    info = MODULES[name]
-    try:
-        with autocast_put_right():
-            expected = outcome(info, index, region, backend="eager")
-    except Exception as error:
-        if name not in EAGER_RAISES and NO_FLOAT16 not in str(error):
-            raise
-        pytest.skip(f"eager autocast itself raises: {str(error).splitlines()[0]}")
-    options = {"inner": "aot_eager"}
-    actual = outcome(info, index, region, backend="smart_autocast", options=options)
-    try:
-        assert_same_bits(actual, expected, name)
-    except AssertionError:
-        assert name in DIFFERENT_IN_STOCK
-        assert_same_bits(actual, outcome(info, index, region, backend="aot_eager"), name)
+def test_bits(name: str, index: int, dtypes: Sequence[torch.dtype]) -> None:
+    traced = Traced.of(MODULES[name], index, dtypes)
+    for dtype in dtypes:
+        try:
+            with autocast_put_right():
+                expected = traced.outcome("eager", dtype)
+        except Exception as error:
+            if NO_FLOAT16 in str(error):
+                continue
+            if name not in EAGER_RAISES:
+                raise
+            pytest.skip(f"eager autocast itself raises: {str(error).splitlines()[0]}")
+        actual = traced.outcome("ours", dtype)
+        try:
+            assert_same_bits(actual, expected, name)
+        except AssertionError:
+            assert name in DIFFERENT_IN_STOCK
+            assert_same_bits(actual, traced.outcome("stock", dtype), name)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("nn_Lazy")])
+def test_parameters_that_the_compiled_call_makes(name: str) -> None:
+    def lazily(backend: Any) -> tuple[Any, ...]:
+        torch._dynamo.reset()
+        sample = sample_of(MODULES[name], 0)
+        module = MODULES[name].module_cls(*sample.constructor_input.args)
+
+        def region(*args: Any) -> Any:
+            with torch.autocast(**BF16):
+                return module(*args)
+
+        return outcome(torch.compile(region, backend=backend), module, sample)
+
+    stock = name in DIFFERENT_IN_STOCK
+    assert_same_bits(lazily(ours), lazily("aot_eager" if stock else "eager"), name)
 
 
 # The kernel refuses random samples of another dtype than the input that autocast has cast.

@@ -9,14 +9,16 @@ be those of stock, operator by operator.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
+from tests.conformance.one_trace import OneTrace
 from tests.support import assert_same_bits, tensors
 
 OPS = {
@@ -30,33 +32,56 @@ UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 }
 
 
-def outcome(
-    op: OpInfo, *, around: str, autocast: dict[str, Any], **compile_arguments: Any
-) -> tuple[list[Any], list[Any]]:
-    """Outputs and gradients of the operator's first sample, with autocast around the operator
-    ("forward") or around its backward ("backward")."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    sample = next(iter(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)))
+@dataclass(frozen=True)
+class Traced:
+    """An operator, compiled once. What it computes: outputs and gradients of its first sample."""
 
-    def plain(given: Any, args: Any, kwargs: Any) -> Any:
-        return op.op(given, *args, **kwargs)
+    name: str
+    trace: OneTrace
+    compiled: Callable[..., Any]
 
-    def region(given: Any, args: Any, kwargs: Any) -> Any:
-        with torch.autocast(**autocast):
+    @classmethod
+    def of(cls, name: str, dtypes: Sequence[torch.dtype], in_region: bool) -> Traced:
+        """Traced by its first call, in a region of the first dtype or without one."""
+        op = OPS[name]
+        torch._dynamo.reset()
+
+        def plain(given: Any, args: Any, kwargs: Any) -> Any:
             return op.op(given, *args, **kwargs)
 
-    function = region if around == "forward" else plain
-    inputs = (sample.input, sample.args, sample.kwargs)
-    leaves = [t for t in tensors(inputs) if t.requires_grad]
-    torch.manual_seed(1)
-    outputs = tensors(torch.compile(function, **compile_arguments)(*inputs))
-    roots = [t for t in outputs if t.requires_grad and t.is_floating_point()]
-    if not roots or not leaves:
-        return outputs, []
-    loss = torch.stack([t.float().sum() for t in roots]).sum()
-    with torch.autocast(**autocast, enabled=around == "backward"):
-        return outputs, list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        def region(given: Any, args: Any, kwargs: Any) -> Any:
+            with torch.autocast("cpu", dtype=dtypes[0]):
+                return op.op(given, *args, **kwargs)
+
+        ways = ("eager", "ours", *(("stock",) if name in DIFFERENT_IN_STOCK else ()))
+        trace = OneTrace(ways, dtypes if in_region else dtypes[:1])
+        compiled = torch.compile(region if in_region else plain, backend=trace)
+        return cls(name, trace, compiled)
+
+    def outcome(
+        self, way: str, dtype: torch.dtype, backward: torch.dtype | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs and gradients of one way to run it.
+
+        Args:
+            dtype: of the region it is traced in.
+            backward: of a region around its backward; None: none.
+        """
+        op = OPS[self.name]
+        torch.manual_seed(0)
+        samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+        sample = next(iter(samples))
+        inputs = (sample.input, sample.args, sample.kwargs)
+        leaves = [t for t in tensors(inputs) if t.requires_grad]
+        torch.manual_seed(1)
+        with self.trace.chosen(way, dtype):
+            outputs = tensors(self.compiled(*inputs))
+        roots = [t for t in outputs if t.requires_grad and t.is_floating_point()]
+        if not roots or not leaves:
+            return outputs, []
+        loss = torch.stack([t.float().sum() for t in roots]).sum()
+        with torch.autocast("cpu", dtype=backward, enabled=backward is not None):
+            return outputs, list(torch.autograd.grad(loss, leaves, allow_unused=True))
 
 
 def resolved(value: Any) -> Any:
@@ -69,36 +94,36 @@ def resolved(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(OPS.keys() - UNINITIALIZED))
-def test_bits(name: str, region: dict[str, Any]) -> None:
-    check(name, "forward", region)
+def test_bits(name: str, dtypes: Sequence[torch.dtype]) -> None:
+    traced = Traced.of(name, dtypes, in_region=True)
+    for dtype in dtypes:
+        check(traced, dtype)
 
 
 @pytest.mark.parametrize(
     "name", sorted(n for n in OPS.keys() - UNINITIALIZED if OPS[n].supports_autograd)
 )
-def test_bits_with_backward_under_autocast(name: str, region: dict[str, Any]) -> None:
-    check(name, "backward", region)
+def test_bits_with_backward_under_autocast(name: str, dtypes: Sequence[torch.dtype]) -> None:
+    traced = Traced.of(name, dtypes, in_region=False)
+    for backward in dtypes:
+        check(traced, dtypes[0], backward)
 
 
-def check(name: str, around: str, autocast: dict[str, Any]) -> None:
+def check(traced: Traced, *dtypes: torch.dtype) -> None:
     """Compare with the oracle, or with stock where stock's bits are known to be others."""
-    op = OPS[name]
+    name = traced.name
     try:
-        expected = outcome(op, around=around, autocast=autocast, backend="eager")
+        expected = traced.outcome("eager", *dtypes)
     except Exception as error:
         if not name.startswith(EAGER_RAISES):
             raise
         pytest.skip(f"eager autocast itself raises: {str(error).splitlines()[0]}")
-    options = {"inner": "aot_eager"}
-    actual = outcome(
-        op, around=around, autocast=autocast, backend="smart_autocast", options=options
-    )
+    actual = traced.outcome("ours", *dtypes)
     try:
         assert_same_bits(resolved(actual), resolved(expected), name)
     except AssertionError:
         assert name in DIFFERENT_IN_STOCK
-        stock = outcome(op, around=around, autocast=autocast, backend="aot_eager")
-        assert_same_bits(resolved(actual), resolved(stock), name)
+        assert_same_bits(resolved(actual), resolved(traced.outcome("stock", *dtypes)), name)
 
 
 # No GPU, or a kernel that mixes dtypes when autocast acts inside it.

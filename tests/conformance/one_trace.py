@@ -1,0 +1,77 @@
+"""One Dynamo trace, compiled and run in several ways: tracing is the most of what a check costs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autocast_backend._torch.autocast import disable_autocast, enter_autocast
+from autocast_backend._torch.dynamo import lookup_backend
+from autocast_backend.backend import smart_autocast
+from autocast_backend.graphs import copy_graph
+from autocast_backend.lowering import Context
+from autocast_backend.propagate import propagate
+from autocast_backend.regions import nodes_of
+from autocast_backend.state import AutocastState
+
+Graph = fx.GraphModule
+Backend = Callable[[Graph, Sequence[Any]], Callable[..., Any]]
+
+
+def ours(graph_module: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Lowered, with gradients by AOTAutograd."""
+    return smart_autocast(graph_module, inputs, options={"inner": "aot_eager"})
+
+
+WAYS: Mapping[str, Backend] = {
+    "eager": lookup_backend("eager"),
+    "ours": ours,
+    "stock": lookup_backend("aot_eager"),
+}
+
+
+class OneTrace:
+    """A backend of torch.compile: every graph is compiled in each way at once, and runs in the one
+    that is chosen when it is called.
+
+    Args:
+        ways: which of `WAYS`; the first one is chosen in the beginning.
+        dtypes: of the regions. A graph is traced with the first one, and copied for the others.
+    """
+
+    def __init__(self, ways: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
+        self._ways, self._dtypes = ways, dtypes
+        self._chosen = (ways[0], dtypes[0])
+
+    @contextlib.contextmanager
+    def chosen(self, way: str, dtype: torch.dtype) -> Iterator[None]:
+        """Calls inside run in this way, with regions of this dtype."""
+        before, self._chosen = self._chosen, (way, dtype)
+        yield
+        self._chosen = before
+
+    def __call__(self, graph_module: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: dict[Any, Callable[..., Any]] = {}
+        for dtype in self._dtypes:
+            graph = graph_module
+            if dtype is not self._dtypes[0]:
+                graph = with_regions_of(dtype, graph_module)
+            for way in self._ways:
+                compiled[way, dtype] = WAYS[way](copy_graph(graph), inputs)
+        return lambda *args: compiled[self._chosen](*args)
+
+
+def with_regions_of(dtype: torch.dtype, graph_module: Graph) -> Graph:
+    """A copy of a graph whose regions are of another dtype, with the example values it then has."""
+    copy = copy_graph(graph_module)
+    for node in nodes_of(copy):
+        if node.target is enter_autocast:
+            device_type, _, *rest = node.args
+            node.args = (device_type, dtype, *rest)
+    copy.recompile()
+    with disable_autocast():
+        return propagate(copy, Context(ambient=AutocastState.off()))
