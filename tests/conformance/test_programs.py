@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 
 from autocast_backend import lower_autocast
-from autocast_backend import verdicts as verdict_store
 from autocast_backend.state import AutocastState
 from tests.conformance.programs import CALLS, Piece, Player, Program, Writer, make_inputs, programs
 from tests.support import assert_same_bits, autocast_put_right
@@ -72,12 +71,9 @@ def count(option: int | None, default: int) -> settings:
     )
 
 
-def test_lowered_programs(
-    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, record_property: Any
-) -> None:
+def test_lowered_programs(pytestconfig: pytest.Config, record_property: Any) -> None:
     """Each program as the graphs Dynamo would make of it, lowered and run, against the same graphs
     under real autocast: outputs and gradients, bit for bit."""
-    monkeypatch.setattr(verdict_store, "compile_cache_dir", lambda: None)
     wanted = pytestconfig.getoption("--programs")
     tried: Counter[str] = Counter()
     errors: Counter[str] = Counter()
