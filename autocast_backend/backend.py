@@ -32,7 +32,13 @@ from .propagate import propagate
 from .regions import hops_to_regions, nodes_of, source_line
 from .separate import separate_bodies
 from .standalone import copy_graph
-from .state import AutocastState, contexts_entered, put_right, put_right_after_errors
+from .state import (
+    AutocastState,
+    contexts_entered,
+    outside_of_contexts,
+    put_right,
+    put_right_after_errors,
+)
 from .weights.plan import WeightPlan
 
 log = _logging.log
@@ -104,7 +110,7 @@ def smart_autocast(
                 region = _region(module, inputs, inner, parsed, context.ambient)
                 stack.enter_context(training_graphs(region.follow_autocast))
                 stack.enter_context(backward_traced_off(region.keep_in_backward))
-            stack.enter_context(disable_autocast())
+            stack.enter_context(outside_of_contexts())
             compiled = inner(module, inputs)
         if report.bracketed:
             compiled = _putting_right_after_errors(compiled, now)

@@ -14,6 +14,7 @@ that would have changed it warns or raises.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
@@ -53,7 +54,7 @@ from .guards import ShapeGuards
 from .hooks import unpacks_differently
 from .joint import extract_backward, keep_in_backward
 from .nested import has_nested_regions, write_out
-from .state import AutocastState, put_right_after_errors
+from .state import AutocastState, outside_of_contexts, put_right_after_errors
 
 log = _logging.log
 
@@ -133,7 +134,11 @@ class Region:
         return self._trace(copy_graph(self.graph_module), ())
 
     def _trace(self, graph_module: fx.GraphModule, key: Key) -> JointGraph:
-        with outside_of_modes(), self.configs(), torch.set_grad_enabled(self.grad):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(outside_of_modes())
+            stack.enter_context(outside_of_contexts())
+            stack.enter_context(self.configs())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
             return trace_joint_graph(self.compile_graph, graph_module, self.inputs, regions(key))
 
 

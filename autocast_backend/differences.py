@@ -52,9 +52,12 @@ def calls_of(module: fx.GraphModule) -> list[Call]:
 
 
 def body_of(module: fx.GraphModule, node: fx.Node) -> str:
-    """The code of the graph that a `get_attr` node reads for a higher-order op; else nothing."""
+    """The code of the graph that a `get_attr` node reads for a higher-order op, and of the graphs
+    inside of it; else nothing."""
     value = attribute(module, node) if node.op == "get_attr" else None
-    return str(value.code) if isinstance(value, fx.GraphModule) else ""
+    if not isinstance(value, fx.GraphModule):
+        return ""
+    return "".join(str(m.code) for m in value.modules() if isinstance(m, fx.GraphModule))
 
 
 def attribute(module: fx.GraphModule, node: fx.Node) -> Any:

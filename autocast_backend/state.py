@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ._torch.autocast import autocast_device_types
+from ._torch.autocast import autocast_device_types, disable_autocast
 
 AMBIENT_DTYPES = (torch.bfloat16, torch.float16)
 """The dtypes autocast accepts; any other makes `torch.autocast` warn and switch itself off."""
@@ -198,6 +200,35 @@ def put_right(state: AutocastState, entered: int) -> None:
     while contexts_entered() > entered:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def outside_of_contexts() -> Iterator[None]:
+    """Autocast as outside of all contexts: off, and with the dtypes of a thread that never entered
+    one. Of a context around, `disable_autocast` leaves the dtype in force, and that is what PyTorch
+    computes the gradients of `cond`, `map` and `scan` in."""
+    before = AutocastState.current().devices
+    try:
+        for device_type, dtype in _dtypes_of_a_new_thread():
+            torch.set_autocast_dtype(device_type, dtype)
+        with disable_autocast():
+            yield
+    finally:
+        for d in before:
+            torch.set_autocast_dtype(d.device_type, d.dtype)
+
+
+@functools.cache
+def _dtypes_of_a_new_thread() -> tuple[tuple[str, torch.dtype], ...]:
+    found: list[tuple[str, torch.dtype]] = []
+
+    def read() -> None:
+        found.extend((d, torch.get_autocast_dtype(d)) for d in autocast_device_types())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    return tuple(found)
 
 
 @contextlib.contextmanager

@@ -45,18 +45,10 @@ def pytest_sessionstart() -> None:
     # OpenMP's threads wait for each other, which costs more than the few numbers of most tests, and
     # more still where other processes want the same cores. (tests/ops has large tensors.)
     torch.set_num_threads(1)
-    # Each compilation flushes the processor's caches, 18 ms, to time its guards for a log.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     # A seed for a device that is not there is kept, with a traceback, for when it comes.
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = lambda _: None
-
-
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: the garbage collector need not go through it each time."""
-    gc.collect()
-    gc.freeze()
 
 
 def _process_state() -> dict[str, object]:

@@ -19,7 +19,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from autocast_backend import lower_autocast
-from tests.support import BF16, assert_same_bits, capture, targets, tensors
+from tests.support import BF16, FP16, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
 
@@ -205,6 +205,63 @@ def test_the_weight_of_a_bracket_is_a_weight_outside() -> None:
     options = {"inner": "aot_eager"}
     actual = results(function, case, "region", backend="smart_autocast", options=options)
     assert_same_bits(actual, expected)
+
+
+def nested_branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def inner(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return torch.cond(v.mean() > 0, lambda a, b: a @ b, lambda a, b: (a @ b).cos(), (v, u))
+
+    return torch.cond(x.sum() > 0, inner, lambda v, u: inner(v * 2, u), (x, w))
+
+
+def gradients_in_three_states(
+    case: Case, around: dict[str, Any] | None, **arguments: Any
+) -> list[list[torch.Tensor]]:
+    """The gradients of one compiled function whose forward stands in `around`, for backwards
+    outside of autocast and in both lower precisions."""
+    torch._dynamo.reset()
+    compiled = torch.compile(case.function, fullgraph=True, **arguments)
+    found = []
+    for backward in (None, BF16, FP16):
+        generator = torch.Generator().manual_seed(0)
+        shapes = (case.shape, (case.shape[-1],) * 2)
+        x, w = (torch.randn(*s, generator=generator).requires_grad_() for s in shapes)
+        with torch.autocast(**(around or BF16), enabled=around is not None):
+            output = compiled(x, w)
+        with torch.autocast(**(backward or BF16), enabled=backward is not None):
+            found.append(torch.autograd.grad(output.float().square().mean(), (x, w)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "around"),
+    [(nested_branches, (8, 8), FP16), (mapped, (3, 8, 8), FP16), (branches, (8, 8), None)],
+)
+def test_gradients_in_the_dtype_of_the_backward(
+    function: Function, shape: tuple[int, ...], around: dict[str, Any] | None
+) -> None:
+    """PyTorch computes them with autocast on where it was on in the forward, off where it was off,
+    and in the dtype that the backward finds - outside of all contexts that of the CPU, bfloat16."""
+    case = Case(function, shape)
+    expected = gradients_in_three_states(case, around, backend="eager")
+    options = {"inner": "aot_eager"}
+    actual = gradients_in_three_states(case, around, backend="smart_autocast", options=options)
+    assert not torch.equal(expected[1][1], expected[2][1]), "a case that shows nothing"
+    assert_same_bits(actual, expected)
+
+
+def test_a_gradient_that_map_adds_up_in_float32() -> None:
+    """With its forward outside of autocast and its backward under it, eager's `map` adds the terms
+    of an operand that it hands to every call in the lower precision; compiled they are float32."""
+    case = Case(mapped, (3, 8, 8))
+    expected = gradients_in_three_states(case, None, backend="eager")
+    options = {"inner": "aot_eager"}
+    actual = gradients_in_three_states(case, None, backend="smart_autocast", options=options)
+    for ours, eagers in zip(actual, expected, strict=True):
+        assert_same_bits(ours[0], eagers[0])
+        torch.testing.assert_close(ours[1], eagers[1], rtol=2e-2, atol=1e-3)
+    assert_same_bits(actual[0], expected[0])
+    assert not torch.equal(actual[1][1], expected[1][1])
 
 
 def before_a_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
