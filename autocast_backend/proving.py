@@ -91,9 +91,11 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     casts, shared = _casts_seen(c, eager, state)
     if reason is None:
         return Verdict(None, shared)
-    # A composite, maybe: does it help to cast what eager was seen to cast, before the call?
-    if difference(eager, watch(recipes.of_casts(c.node, state, casts), None), "ops") is None:
-        return Verdict(None, shared, tuple((i, policy.value) for i, policy in casts))
+    # A composite, maybe: does it help to cast what eager was seen to cast, before the call? Or, for
+    # one that casts views of its arguments, all of them?
+    for tried in (casts, *_all_lower(c, eager)):
+        if difference(eager, watch(recipes.of_casts(c.node, state, tried), None), "ops") is None:
+            return Verdict(None, shared, tuple((i, policy.value) for i, policy in tried))
     expanded = recipes.expanded(c.node)
     if expanded and difference(eager, watch(expanded, None), "ops") is None:
         return Verdict(None, expanded=True)
@@ -142,6 +144,21 @@ def _casts_seen(
         if not full and _is_cached(n, state):
             shared.append(i)
     return casts, tuple(shared)
+
+
+def _all_lower(c: Candidate, eager: Observation) -> list[list[tuple[int, Policy]]]:
+    """The casts of all floating-point arguments to the lower precision, where eager made none but
+    such casts: as a list of one or no guesses."""
+    if not eager.cast_to or torch.float32 in eager.cast_to.values():
+        return []
+    on = {d.device_type for d in c.placement.state.enabled_devices}
+    values = [n.meta.get("example_value") for n in tensor_arguments(c.node)]
+    castable = [
+        (i, Policy.LOWER_PRECISION_FP)
+        for i, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type in on
+    ]
+    return [castable]
 
 
 def _order_seen(c: Candidate, fake_mode: Any) -> tuple[int, ...]:

@@ -98,6 +98,15 @@ def test_brackets(function: Function, bracketed: int) -> None:
     check(function, bracketed)
 
 
+def views_of_arguments(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.linalg.multi_dot((w, x, w, x[0])), x @ w
+
+
+def test_a_composite_that_casts_views_of_its_arguments() -> None:
+    """It makes a matrix of the vector, and casts that: the vector is cast before."""
+    check(views_of_arguments, 0)
+
+
 def two_spans(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return vmap(lambda v: v @ w)(x) + vmap(lambda v: (v @ w).sin())(x * 2)
 
