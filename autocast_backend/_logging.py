@@ -14,6 +14,7 @@ log = logging.getLogger("autocast_backend")
 
 def register() -> None:
     """Make `smart_autocast` a name that `TORCH_LOGS` and `torch._logging` know. Idempotent."""
-    from ._torch.logs import register_log_name
+    from torch._logging._internal import log_registry, register_log
 
-    register_log_name("smart_autocast", log.name)
+    if not log_registry.is_log("smart_autocast"):
+        register_log("smart_autocast", log.name)

@@ -193,7 +193,7 @@ def _shared_by_name(c: Candidate) -> tuple[int, ...]:
 
 def follow(node: fx.Node, recipe: Recipe) -> Any:
     """Run a call on the example values of its arguments."""
-    fresh = _replicas() if looks_mutating(node) else lambda value: value
+    fresh = replicas() if looks_mutating(node) else lambda value: value
     target, args, kwargs = recipes.apply(
         recipe, node, lambda _, n: fresh(n.meta.get("example_value")), recipes.run
     )
@@ -219,7 +219,7 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
-def _replicas() -> Callable[[Any], Any]:
+def replicas() -> Callable[[Any], Any]:
     """Copies of example values; the same value gets the same copy."""
     copies: dict[int, Any] = {}
 

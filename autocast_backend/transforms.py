@@ -25,7 +25,7 @@ from ._torch.dynamo import (
 )
 from .planning import Candidate
 from .policies import Policy
-from .proving import looks_mutating
+from .proving import looks_mutating, replicas
 from .recipes import Recipe
 from .state import AutocastState
 from .validation import Failed, Observation, casts_again, difference, is_weight, observe
@@ -102,8 +102,8 @@ def _why_not(span: list[Candidate]) -> str | None:
     for c in span:
         if c.node.op == "call_module" or is_higher_order_op(c.node.target):
             return f"{c.node.name} is not looked into"
-        if looks_mutating(c.node):
-            return f"{c.node.name} writes to its arguments"
+        if looks_mutating(c.node) and not c.grad:  # to a weight as well, whose cast may be cached
+            return f"{c.node.name} writes to its arguments, and autograd does not see it"
     return None
 
 
@@ -138,9 +138,14 @@ def _run(
     here = span[0].placement.state
     values: dict[fx.Node, Any] = {}
     leaves: list[fx.Node] = []  # of the transform, each as often as it is cast
+    fresh = replicas() if any(looks_mutating(c.node) for c in span) else lambda value: value
 
     def value(node: fx.Node) -> Any:
-        return values[node] if node in values else node.meta.get("example_value")
+        if node in values:
+            return values[node]
+        outside = node.meta.get("example_value")
+        kept = isinstance(outside, torch.Tensor) and is_weight(outside)
+        return outside if kept else fresh(outside)
 
     for c in span:
         recipe: Recipe | None = None

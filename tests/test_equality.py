@@ -224,8 +224,9 @@ def test_bits_of_outputs_gradients_and_buffers(name: str) -> None:
     [
         lambda x: F.bilinear(x, x, torch.ones(3, 8, 8)),
         lambda x: torch.linalg.pinv(x),
+        lambda x: F.affine_grid(x[:, :6].view(4, 2, 3), [4, 1, 4, 4]),
     ],
-    ids=["bilinear", "pinv"],
+    ids=["bilinear", "pinv", "affine_grid"],
 )
 def test_known_differences(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """DESIGN.md lists them: kernels that call an autocast op inside one ATen op, which AOTAutograd

@@ -1,5 +1,5 @@
-"""PyTorch's own list of modules, each in a region on the CPU, forward and backward: of bfloat16, or
-with `--region-dtype float16`.
+"""PyTorch's own list of modules, each in a region on the CPU, forward and backward: in bfloat16 and
+in float16. Dynamo traces the first of them, which `--region-dtype` names.
 
 Each of the 114 modules runs in training mode with the first and the last of its samples. Compared
 with the oracle (the same Dynamo graph under real autocast) are the bits of the outputs, the buffers

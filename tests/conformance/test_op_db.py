@@ -1,6 +1,6 @@
 """PyTorch's own list of operators, each in a region on the CPU, forward and backward; and each
-outside of autocast with its backward in such a region. Of bfloat16, or with `--region-dtype
-float16`.
+outside of autocast with its backward in such a region. In bfloat16 and in float16: Dynamo traces
+the first of them, which `--region-dtype` names.
 
 Compared with the oracle (the same Dynamo graph under real autocast): dtypes and bits. Where
 AOTAutograd itself computes other bits - it decomposes batch norm, interpolation and QR - ours must
