@@ -147,6 +147,32 @@ def test_bodies_are_lowered_without_gradients(name: str, lowered: int, way: str)
     assert_same_bits(actual, expected, name)
 
 
+def test_the_gradient_of_cond_follows_the_state_as_its_branch_would() -> None:
+    """Eager mode's own `cond` runs, under the state of the backward, a graph that it has traced
+    under the forward's: without the casts back to float32 that autograd makes between its ops."""
+
+    def written_out(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x * 1.1) @ w
+
+    def branched(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() < torch.inf, written_out, lambda x, w: x - w, (x, w))
+
+    def gradients(run: Function, on: bool) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(2))
+        y = run(x, w)
+        with torch.autocast(**BF16, enabled=on):
+            y.square().sum().backward()
+        return [x.grad, w.grad]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(branched, backend="smart_autocast", options={"inner": "aot_eager"})
+    for on in (False, True):
+        assert_same_bits(gradients(compiled, on), gradients(written_out, on))
+    assert not torch.equal(gradients(compiled, False)[0], gradients(compiled, True)[0])
+    assert not torch.equal(gradients(branched, True)[0], gradients(written_out, True)[0])
+
+
 @pytest.mark.parametrize("name", ["cond", "map", "scan", "while_loop"])
 def test_bodies_under_the_option_autocast(name: str) -> None:
     """Nobody knows the values in its bodies: they stay in a bracket."""

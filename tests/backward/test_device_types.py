@@ -26,7 +26,7 @@ def test_two_device_types(second: str) -> None:
         env={**os.environ, "SECOND_DEVICE_TYPE": second},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
