@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.aot.harness import Case, assert_like_the_oracle, each_way
+from tests.aot.harness import Case, Function, assert_like_the_oracle
 
 
 def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -42,14 +42,18 @@ def not_recorded_in_part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * z
 
 
-CASES = {
-    "recorded_all_the_same": Case(recorded_all_the_same, around=torch.no_grad),
-    "recorded_in_part": Case(recorded_in_part, around=torch.no_grad),
-    "casts_a_weight": Case(casts_a_weight, around=torch.no_grad),
-    "not_recorded_in_part": Case(not_recorded_in_part),
-}
+@pytest.mark.parametrize(
+    ("function", "way"),
+    [
+        (recorded_all_the_same, "ambient"),
+        (recorded_in_part, "off"),
+        (recorded_in_part, "region"),
+        (casts_a_weight, "ambient"),
+    ],
+)
+def test_autograd_switched_on_inside_of_no_grad(function: Function, way: str) -> None:
+    assert_like_the_oracle(Case(function, around=torch.no_grad), way)
 
 
-@pytest.mark.parametrize(("name", "way"), each_way(CASES))
-def test_grad_modes(name: str, way: str) -> None:
-    assert_like_the_oracle(CASES[name], way)
+def test_autograd_switched_off_inside() -> None:
+    assert_like_the_oracle(Case(not_recorded_in_part), "ambient")
