@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
-    from .explaining import CastReport, explain
+    from .backward.ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
+    from .lowering.standalone import lower_autocast
     from .ops import (
         CastStats,
         UnscaledGrads,
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
         promote,
         unscale_cast,
     )
-    from .standalone import lower_autocast
+    from .reports.explaining import CastReport, explain
     from .state import AutocastState
     from .weights import clear_weight_cache, weight_cache_info
 
 _HOMES = {
-    "CastReport": "explaining",
+    "CastReport": "reports.explaining",
     "CastStats": "ops",
     "AutocastState": "state",
-    "BackwardAutocastError": "ambient",
-    "BackwardAutocastWarning": "ambient",
-    "BackwardError": "ambient",
+    "BackwardAutocastError": "backward.ambient",
+    "BackwardAutocastWarning": "backward.ambient",
+    "BackwardError": "backward.ambient",
     "UnscaledGrads": "ops",
     "autocast_to_bf16": "ops",
     "autocast_to_fp16": "ops",
     "autocast_to_full_precision": "ops",
     "autocast_to_reduced_precision": "ops",
     "clear_weight_cache": "weights",
-    "explain": "explaining",
+    "explain": "reports.explaining",
     "kernels": "ops",
-    "lower_autocast": "standalone",
+    "lower_autocast": "lowering.standalone",
     "cast_with_stats": "ops",
     "multi_cast": "ops",
     "promote": "ops",

@@ -23,15 +23,15 @@ from ._torch.dynamo import (
     timed,
 )
 from ._torch.fake_tensors import fake_inputs
-from .backward import Assumption, Region
+from .backward.region import Assumption, Region
 from .graphs import is_recorded
-from .lowering import Context, lower
-from .modules import bind
+from .lowering.lower import Context, lower
+from .lowering.propagate import propagate
+from .lowering.separate import separate_bodies
+from .lowering.standalone import copy_graph
 from .options import Options, parse_options
-from .propagate import propagate
+from .policies.modules import bind
 from .regions import hops_to_regions, nodes_of, source_line
-from .separate import separate_bodies
-from .standalone import copy_graph
 from .state import (
     AutocastState,
     contexts_entered,

@@ -98,7 +98,7 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"smart-autocast explain: {problem}", file=sys.stderr)
         return 2
 
-    from .explaining import collecting
+    from .reports.explaining import collecting
 
     sys.argv = [str(program), *options.arguments]
     sys.path[0] = str(program.absolute().parent)
@@ -119,7 +119,7 @@ def _info() -> int:
 
 
 def _policies(device_type: str | None, check: bool) -> int:
-    from .policies import ROWS, TABLES
+    from .policies.table import ROWS, TABLES
 
     if device_type is not None and device_type not in ROWS:
         known = ", ".join(ROWS)
@@ -143,7 +143,7 @@ def _policies(device_type: str | None, check: bool) -> int:
 def _check(device_type: str) -> int:
     import torch
 
-    from .policies import differences
+    from .policies.table import differences
 
     found = differences(device_type)
     if not found:
@@ -152,8 +152,8 @@ def _check(device_type: str) -> int:
     print(f"{device_type}: the table and torch {torch.__version__} differ", file=sys.stderr)
     for op in found.missing:
         print(
-            f"  {op} is registered, and has no row: add one to autocast_backend/policies.py, with "
-            "the policy of ATen/autocast_mode.h, and the versions that have it",
+            f"  {op} is registered, and has no row: add one to autocast_backend/policies/table.py, "
+            "with the policy of ATen/autocast_mode.h, and the versions that have it",
             file=sys.stderr,
         )
     for op in found.gone:

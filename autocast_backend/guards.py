@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ._torch.fake_tensors import fake_mode_of, symbol_of
-from .ambient import BackwardError
+from .backward.ambient import BackwardError
 
 
 class ShapeGuards:

@@ -12,7 +12,7 @@ from ._torch.configs import (
     inductor_mode_options,
 )
 from ._torch.dynamo import backend_names, pass_through_error
-from .overrides import Overrides, parse_overrides
+from .policies.overrides import Overrides, parse_overrides
 from .spelling import nearest
 from .state import check_autocast_arguments
 

@@ -109,7 +109,7 @@ def _load(backend: str, stages: dict[str, float]) -> float:
 
 def _record_stages(stages: dict[str, float]) -> None:
     """Add up the stage times that our compiler writes into its reports, over all graphs."""
-    from autocast_backend.report import Report
+    from autocast_backend.reports.report import Report
 
     timed = Report.timed
 

@@ -22,10 +22,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from autocast_backend import verdicts
 from autocast_backend.graphs import copy_graph
-from autocast_backend.lowering import Context, lower
+from autocast_backend.lowering.lower import Context, lower
 from autocast_backend.state import AutocastState
+from autocast_backend.validation import verdicts
 from benchmarks.harness import Row, compare, interleave
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 20_000)

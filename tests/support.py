@@ -15,8 +15,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocast_backend.lowering import Context, lower
-from autocast_backend.report import Report
+from autocast_backend.lowering.lower import Context, lower
+from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState, contexts_entered, put_right
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}

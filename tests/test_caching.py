@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from autocast_backend import AutocastState, verdicts
+from autocast_backend import AutocastState
+from autocast_backend.validation import verdicts
 from tests.support import BF16, graph_of, lower_with_report
 from tests.test_backend import run_python
 

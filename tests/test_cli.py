@@ -4,8 +4,9 @@ import sys
 import pytest
 import torch
 
-from autocast_backend import cli, policies
+from autocast_backend import cli
 from autocast_backend.ops import KERNEL_TIER
+from autocast_backend.policies import table as policies
 
 
 def test_info_prints_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..page import to_html
-from ..rows import GraphReport, rows_of
+from ..reports.page import to_html
+from ..reports.rows import GraphReport, rows_of
 from .program import check_device_type, lower_with_report
 
 

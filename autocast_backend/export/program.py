@@ -11,12 +11,12 @@ from torch.export import ExportedProgram
 
 from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.export import erase_tracepoints, with_graph
-from ..lowering import Context
-from ..modules import bind
-from ..overrides import parse_overrides
+from ..lowering.lower import Context
+from ..lowering.standalone import lower_flat
+from ..policies.modules import bind
+from ..policies.overrides import parse_overrides
 from ..regions import RegionError, hops_to_regions, nodes_of, regions_to_hops
-from ..report import Report
-from ..standalone import lower_flat
+from ..reports.report import Report
 from ..state import AutocastState
 from .absent_dtypes import without_absent_dtypes
 from .checks import floating_point_checks, with_dtype, without_dtype

@@ -37,9 +37,9 @@ from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.fsdp import is_managed_by_fsdp
 from .._torch.tensors import is_of_transform
 from ..graphs import copy_graph
-from ..report import WeightCast
-from ..validation import is_weight
-from ..writing import CACHED
+from ..lowering.writing import CACHED
+from ..reports.report import WeightCast
+from ..validation.compare import is_weight
 
 _FSDP = "FSDP manages it, and fills it anew without counting that"
 

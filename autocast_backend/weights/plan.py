@@ -22,7 +22,7 @@ from .. import _logging
 from .._torch.aot import compiling_again
 from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
 from ..guards import ShapeGuards
-from ..report import Report, WeightCast
+from ..reports.report import Report, WeightCast
 from ..state import AutocastState
 from .cache import GraphWeights
 from .hoisting import Hoisted, hoist, weight_casts

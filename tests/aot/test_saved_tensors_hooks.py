@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.aot_autograd_result import serialize_graph_m
 from torch.autograd.graph import saved_tensors_hooks
 
 from autocast_backend import BackwardError
-from autocast_backend.joint import extract_backward
+from autocast_backend.backward.joint import extract_backward
 from tests.aot.harness import (
     AOT_EAGER,
     ORACLE,
@@ -159,7 +159,7 @@ def test_inlined_hooks_and_a_backward_out_of_the_cache(monkeypatch: pytest.Monke
         written = pickle.dumps(serialize_graph_module(partitioned))
         return extract_backward(joint, pickle.loads(written).deserialize(), reference)
 
-    monkeypatch.setattr("autocast_backend.backward.extract_backward", from_cache)
+    monkeypatch.setattr("autocast_backend.backward.region.extract_backward", from_cache)
     ours = results(under(inlined, "negated"), "off", **AOT_EAGER)
     found = list(differences(ours, results(Case(network), "off", **ORACLE)))
     assert not found, found

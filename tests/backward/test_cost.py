@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autocast_backend.backward import Backward
+from autocast_backend.backward.region import Backward
 from tests.backward.support import ours
 
 

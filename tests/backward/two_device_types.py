@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import BackwardAutocastError, BackwardAutocastWarning
-from autocast_backend.backward import Region
+from autocast_backend.backward.region import Region
 from tests.backward import twin_device
 from tests.backward.support import EAGER, STOCK, forget_variants, ours, same_bits, variants
 from tests.support import BF16, assert_same_bits

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocast_backend.lowering import Context, lower
-from autocast_backend.report import Bracketed, Report
-from autocast_backend.standalone import copy_graph
+from autocast_backend.lowering.lower import Context, lower
+from autocast_backend.lowering.standalone import copy_graph
+from autocast_backend.reports.report import Bracketed, Report
 from autocast_backend.state import AutocastState
 
 SIZES: dict[str, Any] = {

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from autocast_backend import verdicts
+from autocast_backend.validation import verdicts
 
 
 @pytest.fixture(autouse=True)

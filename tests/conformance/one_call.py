@@ -18,8 +18,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autocast_backend import recipes
-from autocast_backend.report import Report
+from autocast_backend.lowering import recipes
+from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
 from tests.support import assert_same_bits, graph_of, lower_with_report, tensors
 

@@ -20,7 +20,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.testing._internal.optests import aot_autograd_check
 
 from autocast_backend.graphs import copy_graph
-from autocast_backend.lowering import Context, lower
+from autocast_backend.lowering.lower import Context, lower
 from autocast_backend.state import AutocastState
 from tests.conformance.test_op_db import OPS
 from tests.support import BF16

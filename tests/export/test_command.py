@@ -10,7 +10,7 @@ import torch
 
 from autocast_backend import cli
 from autocast_backend.export import lower
-from autocast_backend.rows import rows_of
+from autocast_backend.reports.rows import rows_of
 from tests.export.models import Case, Mlp, numbers
 from tests.support import assert_same_bits
 

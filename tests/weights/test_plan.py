@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import weight_cache_info
-from autocast_backend.report import Report
+from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
 from autocast_backend.weights.plan import WeightPlan
 from tests.support import BF16, assert_same_bits, capture, lower_with_report, targets

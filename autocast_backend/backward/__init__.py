@@ -1,0 +1,1 @@
+"""The backward pass: compiled for whatever autocast state it really runs in."""

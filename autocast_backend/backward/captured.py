@@ -1,0 +1,51 @@
+"""Backwards for compiled autograd, which copies backward graphs and calls no compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+from torch.fx.node import has_side_effect
+
+from .._torch.autocast import enter_autocast, exit_autocast
+from .ambient import BackwardError, Key, current_key, key_name
+
+
+@has_side_effect
+def autocast_must_be(line: str, device_types: Sequence[str], key: Key) -> None:
+    """Stands first in a backward that compiled autograd has copied: it keeps the copy for later
+    calls, whatever the state is then, and runs this again where the state differs."""
+    found = current_key(device_types)
+    if found != key:
+        raise BackwardError(
+            f"compiled autograd captured the backward of {line} under autocast {key_name(key)} and "
+            f"runs it under {key_name(found)}. Call backward() under one state, or without "
+            "compiled autograd"
+        )
+
+
+def for_compiled_autograd(
+    backward: fx.GraphModule, line: str, device_types: Sequence[str], key: Key
+) -> fx.GraphModule:
+    """A copy of the backward under `key` for compiled autograd, which runs its ops where autocast
+    may be on: it checks that it is still the right one, then switches autocast off.
+
+        autocast_must_be(line, device_types, key)
+        enter = _enter_autocast("cpu", None, False, None)
+        ...
+        _exit_autocast(enter)
+    """
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(backward.graph, values)
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        last = graph.call_function(autocast_must_be, (line, tuple(device_types), key))
+    entered = []
+    for device_type, _ in key:
+        with graph.inserting_after(last):
+            last = graph.call_function(enter_autocast, (device_type, None, False, None))
+            entered.append(last)
+    for enter in reversed(entered):
+        graph.call_function(exit_autocast, (enter,))
+    graph.output(result)
+    return fx.GraphModule(backward, graph)

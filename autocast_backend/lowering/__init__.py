@@ -1,0 +1,1 @@
+"""Autocast regions into smart casts: planned, proved and written."""

@@ -1,0 +1,107 @@
+"""Lowering: rewrite autocast regions into smart casts, with autocast off.
+
+    enter = _enter_autocast("cpu", torch.bfloat16, True, None)
+    h = linear(x, w, b)
+    y = cat([h, x])
+    _exit_autocast(enter)
+
+becomes
+
+    x_cast = autocast_to_bf16(x)
+    w_cast = autocast_to_bf16(w)
+    b_cast = autocast_to_bf16(b)
+    h = linear(x_cast, w_cast, b_cast)
+    wide = promote([h, x])
+    y = cat([wide[0], wide[1]])
+
+Left alone: nodes outside every region; nodes that autocast does not change; `out=` and in-place
+calls, which eager autocast does not change either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from .._torch.fake_tensors import fake_mode_of
+from ..policies.overrides import Overrides
+from ..regions import Placement, is_region_node
+from ..reports.report import Report
+from ..state import AutocastState
+from .other_dtypes import judge_other_dtypes
+from .planning import Overridden, plan_graph
+from .proving import judge
+from .transforms import judge_transforms
+from .writing import Writer
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass needs to know besides the graph.
+
+    Attributes:
+        ambient: the autocast state around the compiled call.
+        validate: "dtype", "strict" or "off".
+        other_dtypes: whether each call is proved for other floating-point dtypes than float32 too.
+        overrides: the option `policies`.
+        overridden: the calls that it names; `propagate` finds them.
+        report: filled in as the passes run.
+    """
+
+    ambient: AutocastState
+    validate: str = "strict"
+    other_dtypes: bool = False
+    overrides: Overrides = field(default_factory=Overrides)
+    overridden: dict[fx.Node, Overridden] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+
+    @property
+    def outside(self) -> Placement:
+        """Where the graph itself stands."""
+        return Placement(self.ambient, 0 if self.ambient.enabled_devices else None)
+
+
+def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Lower every region of `graph_module` in place, and return it.
+
+    Every call node needs the value it had under eager autocast in `meta["example_value"]`, as
+    Dynamo's graphs have.
+
+    Raises:
+        RegionError: the graph's enter and exit nodes do not pair up.
+        ValueError: there are regions, and no node has an example value.
+    """
+    if context.ambient.enabled_devices or any(map(is_region_node, graph_module.graph.nodes)):
+        _check_example_values(graph_module)
+    report = context.report
+    with report.timed("regions"):
+        outside = context.outside
+        plans = list(plan_graph(graph_module, outside, torch.is_grad_enabled(), context.overridden))
+    candidates = [c for plan in plans for c in plan.candidates]
+    fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])
+    with report.timed("validation"):
+        judge(candidates, fake_mode, context.validate, report)
+        if context.validate != "off":
+            judge_transforms(candidates, fake_mode)
+        if context.other_dtypes:
+            judge_other_dtypes(candidates, fake_mode)
+    with report.timed("lowering"):
+        writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
+        for writer in writers.values():
+            writer.write()
+        for writer in writers.values():
+            writer.share_with_bodies(writers)
+    return graph_module
+
+
+def _check_example_values(module: fx.GraphModule) -> None:
+    """Refuse a graph that nothing can be proved about. Dynamo gives every input an example value; a
+    graph without inputs has calls of constants at most."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    if inputs and not any("example_value" in node.meta for node in module.graph.nodes):
+        raise ValueError(
+            'graph_module: no node has meta["example_value"]; expected the fake value of every '
+            "call under eager autocast, as in the graphs Dynamo gives a backend"
+        )

@@ -1,0 +1,244 @@
+"""Ask validation about every candidate: is the lowered call equal to the call under autocast?"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.fake_tensors import observing
+from ..policies.table import Policy
+from ..reports.report import Report
+from ..state import AutocastState
+from ..validation.compare import (
+    Failed,
+    Observation,
+    casts_again,
+    difference,
+    is_weight,
+    observe,
+    observed,
+)
+from ..validation.verdicts import Verdict, Verdicts, comes_with_torch, key_of
+from . import recipes
+from .planning import Candidate, touches_tensors
+from .recipes import Recipe, tensor_arguments
+
+
+def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Report) -> None:
+    """Settle what is to become of every candidate, asking the same question once.
+
+    Args:
+        validate: "strict" or "dtype"; "off" asks nothing and believes the policy table.
+    """
+    for c in candidates:
+        if c.overridden or validate == "off":
+            c.shared = _shared_by_name(c)
+    if validate == "off":
+        return
+    strict = validate == "strict"
+    asked = [c for c in candidates if c.refused is None and not c.overridden]
+    keys = [key_of(c.node, c.recipe, c.placement.state, c.grad, strict) for c in asked]
+    verdicts = Verdicts(keys)
+    for c, key in zip(asked, keys, strict=True):
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdict = _validate(c, fake_mode, strict)
+            if strict and verdict.reason is None:
+                verdict = replace(verdict, order=_order_seen(c, fake_mode))
+            verdicts.add(key, verdict)
+            report.checked += 1
+        c.refused, c.shared = verdict.reason, verdict.shared
+        if verdict.found is not None:
+            found = [(i, Policy(name)) for i, name in verdict.found]
+            c.recipe = recipes.of_casts(c.node, c.placement.state, found)
+        if verdict.expanded:
+            c.recipe = recipes.expanded(c.node)
+        if verdict.order and c.recipe is not None:
+            c.recipe = c.recipe.ordered(verdict.order)
+    verdicts.save()
+
+
+def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
+    """Prove one call equal to itself under autocast, or say why it is not."""
+    if fake_mode is None:
+        return Verdict("its example value is not a fake tensor")
+    state = c.placement.state
+    if strict and not comes_with_torch(c.node.target) and _weights(c):
+        # A user's rule may cast without eager's weight cache.
+        again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad)
+        state = replace(state, cache_enabled=state.cache_enabled and not again)
+
+    def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:
+        return observe(
+            lambda: follow(c.node, recipe), under, fake_mode, c.grad, state.cache_enabled
+        )
+
+    ours = watch(c.recipe or Recipe(), None)
+    # Dynamo ran the call under autocast when it traced: its example value is eager's answer. Later
+    # calls may have changed the value's shape in place, never its dtype.
+    reason = difference(observed(c.node.meta.get("example_value")), ours, level="dtypes")
+    if reason is None and not strict:
+        return Verdict(None, _shared_by_name(c))
+    eager = watch(Recipe(), state)
+    if isinstance(eager, Failed):
+        return Verdict(difference(eager, ours, level="ops"))
+    reason = reason or difference(eager, ours, level="ops")
+    casts, shared = _casts_seen(c, eager, state)
+    if reason is None:
+        return Verdict(None, shared)
+    # A composite, maybe: does it help to cast what eager was seen to cast, before the call? Or, for
+    # one that casts views of its arguments, all of them?
+    for tried in (casts, *_all_lower(c, eager)):
+        if difference(eager, watch(recipes.of_casts(c.node, state, tried), None), "ops") is None:
+            return Verdict(None, shared, tuple((i, policy.value) for i, policy in tried))
+    expanded = recipes.expanded(c.node)
+    if expanded and difference(eager, watch(expanded, None), "ops") is None:
+        return Verdict(None, expanded=True)
+    # It stays under autocast. May it at least read the weight casts that other calls read?
+    given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
+    shareable = difference(eager, watch(given, state), "ops") is None
+    return Verdict(reason, shared if shareable else ())
+
+
+def treats(c: Candidate, fake_mode: Any, validate: str, known: dict[str, bool]) -> bool:
+    """Whether autocast treats a call: by the policy table, or because the call without casts is not
+    proved equal.
+
+    Args:
+        known: answers that were given before, to be kept by the caller.
+    """
+    state = c.placement.state
+    if c.refused is not None or recipes.build(c.node, state) is not None:
+        return True
+    if validate == "off" or not touches_tensors(c.node):
+        return False
+    key = key_of(c.node, None, state, c.grad, validate == "strict")
+    if key not in known:
+        verdict = _validate(c, fake_mode, validate == "strict")
+        known[key] = verdict.reason is not None or bool(verdict.found)
+    return known[key]
+
+
+def _weights(c: Candidate) -> list[fx.Node]:
+    """The arguments whose cast eager autocast would cache."""
+    return [n for n in tensor_arguments(c.node) if _is_cached(n, c.placement.state)]
+
+
+def _casts_seen(
+    c: Candidate, eager: Observation, state: AutocastState
+) -> tuple[list[tuple[int, Policy]], tuple[int, ...]]:
+    """The arguments that eager autocast cast as they were given, and how; and the numbers of those
+    whose cast it would keep in its weight cache."""
+    casts, shared = [], []
+    for i, n in enumerate(tensor_arguments(c.node)):
+        dtype = eager.cast_to.get(id(n.meta.get("example_value")))
+        if dtype is None:
+            continue
+        full = dtype is torch.float32
+        casts.append((i, Policy.FP32 if full else Policy.LOWER_PRECISION_FP))
+        if not full and _is_cached(n, state):
+            shared.append(i)
+    return casts, tuple(shared)
+
+
+def _all_lower(c: Candidate, eager: Observation) -> list[list[tuple[int, Policy]]]:
+    """The casts of all floating-point arguments to the lower precision, where eager made none but
+    such casts: as a list of one or no guesses."""
+    if not eager.cast_to or torch.float32 in eager.cast_to.values():
+        return []
+    on = {d.device_type for d in c.placement.state.enabled_devices}
+    values = [n.meta.get("example_value") for n in tensor_arguments(c.node)]
+    castable = [
+        (i, Policy.LOWER_PRECISION_FP)
+        for i, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type in on
+    ]
+    return [castable]
+
+
+def _order_seen(c: Candidate, fake_mode: Any) -> tuple[int, ...]:
+    """The order in which eager autocast casts the arguments of a call, where one tensor is several
+    of them: it is the order in which their gradients are added up. (Most kernels cast from right to
+    left, for C++ compilers may evaluate arguments so.)"""
+    values = [n.meta.get("example_value") for n in tensor_arguments(c.node)]
+    floating = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    if len(floating) == len(set(map(id, floating))) or looks_mutating(c.node):
+        return ()
+    with observing(fake_mode), torch.set_grad_enabled(c.grad):
+        apart = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+
+    def call() -> Any:
+        return recipes.run(*recipes.apply(Recipe(), c.node, lambda i, _: apart[i], recipes.run))
+
+    seen = observe(call, c.placement.state, fake_mode, c.grad, False)
+    if isinstance(seen, Failed):
+        return ()
+    numbers = {id(value): i for i, value in enumerate(apart)}
+    return tuple(numbers[key] for key in seen.cast_to if key in numbers)
+
+
+def _shared_by_name(c: Candidate) -> tuple[int, ...]:
+    """The casts that are shared, where nobody looks what eager does: those of weights that are
+    arguments of a policy op itself, not of a composite."""
+    if c.recipe is None or not c.recipe.direct:
+        return ()
+    arguments = tensor_arguments(c.node)
+    return tuple(i for i, _ in c.recipe.casts if _is_cached(arguments[i], c.placement.state))
+
+
+def follow(node: fx.Node, recipe: Recipe) -> Any:
+    """Run a call on the example values of its arguments."""
+    fresh = replicas() if looks_mutating(node) else lambda value: value
+    target, args, kwargs = recipes.apply(
+        recipe, node, lambda _, n: fresh(n.meta.get("example_value")), recipes.run
+    )
+    return recipes.run(target, args, kwargs)
+
+
+def looks_mutating(node: fx.Node) -> bool:
+    """Whether a call may write to its arguments, metadata included: a second run on the same fake
+    tensors would then see what the first one did."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name.partition(".")[0]
+    in_place = name.endswith("_") and not name.endswith("__")
+    by_operator = node.target in _IN_PLACE_OPERATORS or name in ("setitem", "__setitem__")
+    return in_place or by_operator or bool({"out", "inplace"} & node.kwargs.keys())
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod"),
+        *("imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
+    )
+)
+
+
+def replicas() -> Callable[[Any], Any]:
+    """Copies of example values; the same value gets the same copy."""
+    copies: dict[int, Any] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
+
+    return copy
+
+
+def _is_cached(node: fx.Node, state: AutocastState) -> bool:
+    """Whether eager autocast would cache the lower-precision cast of this value."""
+    value = node.meta.get("example_value")
+    return (
+        isinstance(value, torch.Tensor)
+        and is_weight(value)
+        and state.cache_enabled
+        and state.device(value.device.type).enabled
+    )

@@ -1,0 +1,63 @@
+"""One body for one autocast state.
+
+    y = invoke_subgraph(body, "body", x)  # under autocast
+    z = invoke_subgraph(body, "body", y)  # not
+
+becomes
+
+    y = invoke_subgraph(body, "body", x)
+    z = invoke_subgraph(body_1, "body_1", y)
+
+A nested compile region is one body, called as often as the code calls it, and compilers trace it
+once for its name. Under another autocast state it is another computation: with one name, the second
+call would get what was traced for the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from .._torch.dynamo import is_set_grad_enabled
+from ..graphs import copy_graph
+from ..regions import Placement, find_regions
+from .bodies import Bodies
+
+
+def separate_bodies(module: fx.GraphModule, outside: Placement, grad: bool) -> None:
+    """Give every autocast state and grad mode that calls a body a copy of its own, in place.
+
+    Raises:
+        RegionError: enter and exit nodes that do not pair up.
+    """
+    placements = find_regions(module.graph, outside)
+    bodies = Bodies(module)
+    copies: dict[fx.GraphModule, dict[Any, tuple[fx.Node, str]]] = {}
+    inner: list[tuple[fx.GraphModule, Placement, bool]] = []
+    for node in list(module.graph.nodes):
+        if is_set_grad_enabled(node.target):
+            grad = bool(node.args[0])
+        if (body := bodies.of(node)) is None:
+            continue
+        found = body.module
+        if body.call.again:
+            known = copies.setdefault(found, {})
+            place = (placements[node].state, placements[node].scope, grad)
+            if place not in known:
+                attribute, name = node.args[0], str(node.args[1])
+                if known:
+                    name = f"{name}_{len(known)}"
+                    found = copy_graph(found)
+                    module.add_submodule(name, found)
+                    with module.graph.inserting_before(node):
+                        attribute = module.graph.get_attr(name)
+                known[place] = (attribute, name)
+                inner.append((found, placements[node], body.call.grad_mode(node, grad)))
+            node.args = (*known[place], *node.args[2:])
+        else:
+            inner.append((found, placements[node], body.call.grad_mode(node, grad)))
+    if any(len(known) > 1 for known in copies.values()):
+        module.recompile()
+    for found, placement, records in inner:
+        separate_bodies(found, placement, records)

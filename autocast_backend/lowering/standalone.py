@@ -1,0 +1,85 @@
+"""`lower_autocast`: the compiler's lowering on its own, for any FX graph with example values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.autocast import wrap_with_autocast
+from ..graphs import copy_graph as copy_graph
+from ..policies.modules import bind
+from ..policies.overrides import parse_overrides
+from ..regions import hops_to_regions, nodes_of, regions_to_hops
+from ..state import AutocastState
+from .lower import Context, lower
+from .propagate import propagate
+from .separate import separate_bodies
+
+
+def lower_autocast(
+    graph_module: fx.GraphModule,
+    *,
+    ambient: AutocastState | Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    policies: Mapping[str, Any] | None = None,
+) -> fx.GraphModule:
+    """Rewrite the autocast regions of a graph into smart casts.
+
+    Args:
+        graph_module: a graph of torch-level calls, as Dynamo gives it to a backend, or of ATen ops,
+            as `torch.export` and `make_fx(pre_dispatch=True)` make it: its regions are enter and
+            exit nodes or `wrap_with_autocast` calls. Every call has its value under eager autocast,
+            a fake tensor, in `meta["example_value"]` or `meta["val"]`. It is left as it is.
+        ambient: the autocast state around the graph: an `AutocastState`, the arguments of one
+            `torch.autocast`, or a sequence of them. Regions inside the graph come on top.
+        policies: overrides, as the option `policies` of the backend takes them. The names of
+            modules are those that the nodes know (`meta["nn_module_stack"]`).
+
+    Returns:
+        A new graph, to be run with autocast off. Its smart casts hold no dtype of the tensors they
+        get: the same graph serves float32, bfloat16, float16 and float64 inputs as eager autocast
+        does. Calls without a policy of their own that were proved equal, and brackets, were proved
+        for the dtypes of the example values. Brackets are written as the regions were.
+
+    Raises:
+        TypeError, ValueError: an argument that is not what it should be, or a graph without example
+            values.
+        PolicyError: an override that names no module, or that a call cannot take.
+        RegionError: enter and exit nodes that do not pair up.
+    """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(
+            "graph_module: expected a torch.fx.GraphModule, such as Dynamo gives a backend; "
+            f"got {type(graph_module).__name__}"
+        )
+    overrides = bind(parse_overrides("policies", policies), graph_module)
+    flat, _ = hops_to_regions(graph_module)
+    lower_flat(flat, Context(ambient=AutocastState.of(ambient), overrides=overrides))
+    if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
+        flat, _ = regions_to_hops(flat)
+    return flat
+
+
+def lower_flat(
+    graph_module: fx.GraphModule, context: Context, propagated: bool = True
+) -> fx.GraphModule:
+    """`lower`, in place, for graphs that keep their values in `meta["val"]` too.
+
+    Args:
+        propagated: whether the values are those under `context.ambient` already.
+    """
+    # What a strict export leaves of Dynamo's example values is older than its values.
+    traced = any("val" in n.meta for n in nodes_of(graph_module))
+    for node in nodes_of(graph_module):
+        if traced and "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+    separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
+    if context.overrides or not propagated:
+        propagate(graph_module, context)
+    lower(graph_module, context)
+    for node in nodes_of(graph_module):
+        if traced and "example_value" in node.meta:
+            node.meta["val"] = node.meta.pop("example_value")
+    return graph_module

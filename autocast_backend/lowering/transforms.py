@@ -1,0 +1,166 @@
+"""Calls inside `torch.func` transforms.
+
+    _vmap_increment_nesting; x_1 = _add_batch_dim(x); y_1 = matmul(x_1, x_1);
+    y = _remove_batch_dim(y_1); _vmap_decrement_nesting
+
+Between the two ends, example values are wrappers of a transform level that no longer exists, so no
+call can be asked about alone. The whole span is asked about instead, run from its inputs: as it is
+under autocast, and with autocast off and the casts of the policy table in it. Casts of weights,
+which other calls read too, stand before the span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.dynamo import (
+    functorch_levels_restored,
+    is_functorch_transform,
+    is_higher_order_op,
+)
+from ..policies.table import Policy
+from ..state import AutocastState
+from ..validation.compare import Failed, Observation, casts_again, difference, is_weight, observe
+from . import recipes
+from .planning import Candidate
+from .proving import looks_mutating, replicas
+from .recipes import Recipe
+
+Given = dict[fx.Node, tuple[int, ...]]
+"""Calls, and the numbers of their arguments that are weights, whose casts other calls read too."""
+
+
+def judge_transforms(candidates: list[Candidate], fake_mode: Any) -> None:
+    """Settle what is to become of the candidates inside transforms: all calls of a span that is
+    proved equal are lowered, or left alone."""
+    if fake_mode is None:
+        return
+    for span in _spans(candidates):
+        reason = _why_not(span)
+        found: dict[fx.Node, Recipe] = {}
+        given: Given = {}
+        if reason is None:
+            reason, given = _judge(span, fake_mode, found)
+        for c in span:
+            c.refused = reason and f"{c.refused}: {reason}"
+            c.recipe = None if reason else found.get(c.node)
+            c.shared, c.shared_before = given.get(c.node, ()), span[0].node
+
+
+def _judge(
+    span: list[Candidate], fake_mode: Any, found: dict[fx.Node, Recipe]
+) -> tuple[str | None, Given]:
+    """Why a span is not proved equal, and the weights whose casts it shares with other calls.
+
+    Args:
+        found: the casts of the policy table are put into it.
+    """
+    here, grad = span[0].placement.state, span[0].grad
+    with functorch_levels_restored():
+        # What stands inside a gradient is a wrapper, which eager's cache does not know.
+        again = casts_again(lambda: _run(span), here, fake_mode, grad)
+        cached = here.cache_enabled and not again
+
+        def watch(under: AutocastState | None, **arguments: Any) -> Observation | Failed:
+            return observe(lambda: _run(span, **arguments), under, fake_mode, grad, cached)
+
+        eager = watch(here)
+        if isinstance(eager, Failed):
+            return difference(eager, eager, "ops"), {}
+        given = _weights_cast(span, eager) if cached else {}
+        reason = difference(eager, watch(None, found=found), "ops")
+        # It stays under autocast. May it at least read the casts that other calls read?
+        if reason and difference(eager, watch(here, given=given), "ops"):
+            given = {}
+        return reason, given
+
+
+def _spans(candidates: list[Candidate]) -> Iterator[list[Candidate]]:
+    span: list[Candidate] = []
+    depth = 0
+    for c in candidates:
+        depth += is_functorch_transform(c.node.target)
+        if c.in_transform:
+            span.append(c)
+        if span and depth == 0:
+            yield span
+            span = []
+
+
+def _why_not(span: list[Candidate]) -> str | None:
+    first, last = span[0], span[-1]
+    if last.position - first.position + 1 != len(span):
+        return "a part of the transform stands under another autocast state"
+    if any(c.placement.state != first.placement.state for c in span):
+        return "it stands under more than one autocast state"
+    if any(c.grad != first.grad for c in span):
+        return "it switches gradients on or off"
+    for c in span:
+        if c.node.op == "call_module" or is_higher_order_op(c.node.target):
+            return f"{c.node.name} is not looked into"
+        if looks_mutating(c.node) and not c.grad:  # to a weight as well, whose cast may be cached
+            return f"{c.node.name} writes to its arguments, and autograd does not see it"
+    return None
+
+
+class _CachedInside(Exception):
+    """`torch.func.grad` makes leaves of its own, whose casts eager autocast keeps as well."""
+
+
+def _weights_cast(span: list[Candidate], eager: Observation) -> Given:
+    """The weights that eager autocast was seen to cast, and keeps the casts of."""
+    inside = {c.node for c in span}
+    given: Given = {}
+    for c in span:
+        for i, n in enumerate(recipes.tensor_arguments(c.node)):
+            value: Any = n.meta.get("example_value")
+            dtype = eager.cast_to.get(id(value))
+            if n not in inside and dtype not in (None, torch.float32) and is_weight(value):
+                given[c.node] = (*given.get(c.node, ()), i)
+    return given
+
+
+def _run(
+    span: list[Candidate],
+    found: dict[fx.Node, Recipe] | None = None,
+    given: Given | None = None,
+) -> Any:
+    """Run a span, and return what others read of it.
+
+    Args:
+        found: make the casts of the policy table, and put them into it.
+        given: cast these weights before the calls.
+    """
+    here = span[0].placement.state
+    values: dict[fx.Node, Any] = {}
+    leaves: list[fx.Node] = []  # of the transform, each as often as it is cast
+    fresh = replicas() if any(looks_mutating(c.node) for c in span) else lambda value: value
+
+    def value(node: fx.Node) -> Any:
+        if node in values:
+            return values[node]
+        outside = node.meta.get("example_value")
+        kept = isinstance(outside, torch.Tensor) and is_weight(outside)
+        return outside if kept else fresh(outside)
+
+    for c in span:
+        recipe: Recipe | None = None
+        if found is not None and (recipe := recipes.build(c.node, here, value_of=value)):
+            found[c.node] = recipe
+            cast = [recipes.tensor_arguments(c.node)[i] for i, _ in recipe.casts]
+            leaves += [n for n in cast if n in values and is_weight(values[n])]
+            if here.cache_enabled and len(leaves) > len(set(leaves)):
+                raise _CachedInside("eager's cache shares the cast of a leaf of the transform")
+        if given and c.node in given:
+            casts = [(i, Policy.LOWER_PRECISION_FP) for i in given[c.node]]
+            recipe = recipes.of_casts(c.node, here, casts)
+        with torch.set_grad_enabled(c.grad):
+            values[c.node] = recipes.run(
+                *recipes.apply(recipe or Recipe(), c.node, lambda _, n: value(n), recipes.run)
+            )
+    inside = {c.node for c in span}
+    return [values[n] for n in values if n.users.keys() - inside]

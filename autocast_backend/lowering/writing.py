@@ -1,0 +1,207 @@
+"""Write a settled plan into its graph: smart casts, brackets, and no more regions."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.autocast import disable_autocast, enter_autocast, exit_autocast
+from .._torch.fake_tensors import observing
+from ..policies.table import Policy
+from ..regions import source_line
+from ..reports.report import Bracketed, Report
+from . import recipes
+from .bodies import Bodies
+from .planning import Candidate, Plan
+from .recipes import Recipe, tensor_arguments
+
+CACHED = "smart_autocast_cached"
+"""In the `meta` of a cast that eager autocast would keep in its weight cache."""
+
+
+class Writer:
+    """Writes the plan of one graph into it.
+
+    Args:
+        fake_mode: of the graph's example values; the casts get example values of their own.
+        report: counts what is written.
+    """
+
+    def __init__(self, plan: Plan, fake_mode: Any, report: Report) -> None:
+        self.module = plan.module
+        self.graph = plan.module.graph
+        self.plan = plan
+        self.fake_mode = fake_mode
+        self.report = report
+        # The casts eager autocast would find in its cache: one per weight, scope and grad mode.
+        self.weight_casts: dict[tuple[Any, ...], fx.Node] = {}
+        # `w.float()` is w itself, and the cache knows tensors: id of a value -> its first node.
+        self._first = {id(n.meta.get("example_value")): n for n in reversed(self.graph.nodes)}
+
+    def write(self) -> None:
+        """Rewrite every candidate, bracket those that were refused, and drop the region nodes."""
+        for c in self.plan.candidates:
+            if c.refused is not None:
+                # In eager, these casts come from the cache; a bracket is traced without one.
+                weights = [(i, Policy.LOWER_PRECISION_FP) for i in c.shared]
+                self._rewrite(c, recipes.of_casts(c.node, c.placement.state, weights))
+                self.report.bracketed.append(_bracketed(c))
+            elif c.recipe:
+                self._rewrite(c, c.recipe)
+                self.report.lowered += 1
+            else:
+                self.report.untouched += 1
+        for run in _runs([c for c in self.plan.candidates if c.refused is not None]):
+            self._bracket(run)
+        for node in reversed(self.plan.regions):
+            self.graph.erase_node(node)
+        self.module.recompile()
+
+    def share_with_bodies(self, writers: Mapping[fx.GraphModule, Writer]) -> None:
+        """Let the bodies of checkpoints read the weight casts of this graph, as eager's cache does:
+        the gradients of all uses then add up in the lower precision.
+
+            y = tag_activation_checkpoint(body, x, w)      y = tag_activation_checkpoint(
+            w_cast = autocast_to_bf16(w)                       body, x, w, w_cast)
+
+        A weight that one body alone reads is cast in there.
+        """
+        bodies = Bodies(self.module)
+        # (body, cast inside of it) -> the nodes that call the body, and the cast each of them means
+        inside: dict[tuple[Writer, fx.Node], dict[fx.Node, tuple[Any, ...]]] = {}
+        for node in self.graph.nodes:
+            body = bodies.of(node)
+            if body is None or not body.call.shares or body.module not in writers:
+                continue
+            writer = writers[body.module]
+            inputs = writer.graph.find_nodes(op="placeholder")
+            operands = dict(zip(inputs, node.args[body.call.first_operand :], strict=True))
+            for (weight, *cast), made in writer.weight_casts.items():
+                if weight in operands:
+                    key = (operands[weight], *cast)
+                    inside.setdefault((writer, made), {})[node] = key
+        readers = Counter(key for calls in inside.values() for key in calls.values())
+        for (writer, made), calls in inside.items():
+            if any(key in self.weight_casts or readers[key] > 1 for key in calls.values()):
+                self._share(writer, made, calls)
+
+    def _share(
+        self, writer: Writer, made: fx.Node, calls: Mapping[fx.Node, tuple[Any, ...]]
+    ) -> None:
+        """Give a body a cast of a weight as an operand, in each node that calls it."""
+        for node, key in calls.items():
+            outside = self.weight_casts.get(key)
+            if outside is None:
+                with self.graph.inserting_before(node):
+                    outside = self.graph.node_copy(
+                        made, {made.all_input_nodes[0]: key[0]}.__getitem__
+                    )
+                self.weight_casts[key] = outside
+                self.report.casts += 1
+            elif not _stands_before(outside, node):
+                node.prepend(outside)
+            node.args = (*node.args, outside)
+        last = writer.graph.find_nodes(op="placeholder")[-1]
+        with writer.graph.inserting_after(last):
+            operand = writer.graph.placeholder(made.name)
+        operand.meta = dict(made.meta)
+        (weight,) = made.all_input_nodes
+        made.replace_all_uses_with(operand)
+        writer.graph.erase_node(made)
+        if not weight.users:
+            _drop_operand(calls, writer.graph, weight)
+        self.report.casts -= 1
+        writer.module.recompile()
+        self.module.recompile()
+
+    def _rewrite(self, c: Candidate, recipe: Recipe) -> None:
+        if not recipe:
+            return
+        node = c.node
+        with self.graph.inserting_before(node):
+            target, args, kwargs = recipes.apply(recipe, node, lambda _, n: n, self._caller(c))
+        if target is not node.target:
+            node.op, node.target = "call_function", target
+        node.args, node.kwargs = args, kwargs
+
+    def _caller(self, c: Candidate) -> recipes.Call:
+        """Adds calls to the graph; the cast of a shared weight only where it is not there yet."""
+        arguments = tensor_arguments(c.node)
+        shared = {arguments[i] for i in c.shared}
+
+        def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+            if not isinstance(args[0], fx.Node) or args[0] not in shared:
+                return self._add(c, target, args, kwargs, c.in_transform)
+            weight = self._first[id(args[0].meta["example_value"])]
+            key = (weight, target, args[1:], c.placement.scope, c.grad)
+            if key not in self.weight_casts:
+                with self.graph.inserting_before(c.shared_before or c.node):
+                    inside = c.in_transform and c.shared_before is None
+                    cast = self._add(c, target, (weight, *args[1:]), kwargs, inside)
+                self.weight_casts[key] = cast
+                cast.meta[CACHED] = True
+            return self.weight_casts[key]
+
+        return call
+
+    def _add(self, c: Candidate, target: Any, args: Any, kwargs: Any, inside: bool) -> fx.Node:
+        """Add a call; inside a transform there is no example value to give it."""
+        node = self.graph.call_function(target, args, kwargs)
+        if self.fake_mode is not None and not inside:
+            values = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example_value"))
+            with observing(self.fake_mode), torch.set_grad_enabled(c.grad), disable_autocast():
+                node.meta["example_value"] = target(*values[0], **values[1])
+        for name in ("stack_trace", "nn_module_stack"):
+            if name in c.node.meta:
+                node.meta[name] = c.node.meta[name]
+        self.report.casts += target is not operator.getitem
+        return node
+
+    def _bracket(self, run: list[Candidate]) -> None:
+        state = run[0].placement.state
+        # None: as it is around. AOTAutograd traces with the weight cache off, because the tensors
+        # it would keep belong to the trace; a bracket must not switch it on again.
+        cache = None if state.cache_enabled else False
+        with self.graph.inserting_before(run[0].node):
+            entered = [
+                self.graph.call_function(enter_autocast, (d.device_type, d.dtype, True, cache))
+                for d in state.enabled_devices
+            ]
+        at = run[-1].node
+        for enter in reversed(entered):
+            with self.graph.inserting_after(at):
+                at = self.graph.call_function(exit_autocast, (enter,))
+
+
+def _drop_operand(calls: Iterable[fx.Node], body: fx.Graph, operand: fx.Node) -> None:
+    """Call a body without an operand that it does not read."""
+    operands = body.find_nodes(op="placeholder")
+    for node in calls:
+        at = len(node.args) - len(operands) + operands.index(operand)
+        node.args = (*node.args[:at], *node.args[at + 1 :])
+    body.erase_node(operand)
+
+
+def _stands_before(node: fx.Node, other: fx.Node) -> bool:
+    return next(n for n in node.graph.nodes if n in (node, other)) is node
+
+
+def _runs(refused: list[Candidate]) -> Iterator[list[Candidate]]:
+    """Maximal runs of neighbours under one state: each gets one bracket."""
+    numbered = enumerate(refused)
+    for _, run in itertools.groupby(
+        numbered, lambda pair: (pair[1].position - pair[0], pair[1].placement.state)
+    ):
+        yield [c for _, c in run]
+
+
+def _bracketed(c: Candidate) -> Bracketed:
+    target = c.node.target
+    call = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return Bracketed(c.node.name, call, c.refused or "", source_line(c.node))

@@ -1,0 +1,83 @@
+"""The modules around a graph: what module patterns of the option `policies` may name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from .._torch.dynamo import compiled_frame
+from .overrides import Name, Overrides, PolicyError, module_stack, parse_name
+
+
+def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
+    """The overrides, with the names of the modules around a graph; each pattern matches one.
+
+    Known are the modules within reach of the function that Dynamo compiles - in its variables, and
+    below what its nodes were reached through - so also those that are not called, or stand in
+    another graph after a graph break. Where Dynamo is not at work, known are the modules that the
+    nodes name. A function that reaches no module gives nothing to check: it is a part of something
+    larger.
+
+    Raises:
+        PolicyError: a pattern matches no module, with near names; or a module has another name here
+            than in the model, so that nobody can tell which patterns match it.
+    """
+    if not overrides.modules:
+        return overrides
+    entries = [entry for node in _nodes(graph_module) for entry in module_stack(node)]
+    frame = compiled_frame()
+    names = _within_reach(frame, [path for _, path in entries]) if frame else {}
+    for identity, path in entries:
+        names.setdefault(identity, set()).add(parse_name(path))
+    if names or not frame:
+        overrides.check_modules(name for known in names.values() for name in known)
+    return replace(overrides, names={i: tuple(known) for i, known in names.items()})
+
+
+def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _within_reach(
+    frame: tuple[dict[str, Any], dict[str, Any]], paths: list[str]
+) -> dict[str, set[Name]]:
+    """Identity -> names of all modules in a function's local variables, and below what `paths`
+    begin with."""
+    local, scope = frame
+    variables = {f"L['{n}']": v for n, v in local.items() if isinstance(v, nn.Module)}
+    found = dict(variables)
+    for path in paths:  # outer modules come before those inside
+        module = None if path.startswith(tuple(found)) else _resolve(path, local, scope)
+        if isinstance(module, nn.Module):
+            found[path] = module
+    names: dict[str, set[Name]] = {}
+    for path, root in found.items():
+        whole = next((p for p, m in found.items() if m is not root and root in m.modules()), None)
+        if path not in variables or whole is None:
+            for name, module in root.named_modules(remove_duplicate=False):
+                below = tuple(filter(None, name.split(".")))
+                names.setdefault(str(id(module)), set()).add(parse_name(path) + below)
+        elif any(used.startswith(path) for used in paths):
+            raise PolicyError(
+                f"option 'policies': after a graph break, a part of {whole} is reached as {path}. "
+                "Other parts may run the same compiled code, so no pattern can tell them apart. "
+                "Compile with fullgraph=True, or compile the parts with options of their own"
+            )
+    return names
+
+
+def _resolve(path: str, local: dict[str, Any], scope: dict[str, Any]) -> Any:
+    """What a path such as `L['trainer'].model` stands for; None where it cannot be followed."""
+    match = re.match(r"([LG])\['([^']*)'\]", path)
+    if match is None:
+        return None
+    value = (local if match[1] == "L" else scope).get(match[2])
+    for part in parse_name(path):
+        value = getattr(value, part, None)
+    return value

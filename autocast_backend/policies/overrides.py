@@ -1,0 +1,248 @@
+"""The option `policies`: what a user asks for instead of autocast's own policy.
+
+Which calls an override names, and what it asks for. What becomes of them is in `overriding.py`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.autocast import dispatched_ops
+from .._torch.dynamo import pass_through_error
+from .._torch.ops import is_dispatched, op_name_of
+from ..spelling import nearest
+from ..state import AMBIENT_DTYPES, AutocastState
+from .table import Policy, op_name
+
+Name = tuple[str, ...]
+"""A module's name, in parts: ("blocks", "0", "router"). Empty for the outermost module."""
+
+_POLICIES = (Policy.LOWER_PRECISION_FP.value, Policy.FP32.value, Policy.PROMOTE.value)
+_VALUES = (*_POLICIES, "off")
+
+
+class PolicyError(pass_through_error(), ValueError):  # type: ignore[misc]
+    """An override that a graph cannot take. Reaches the user as a `ValueError`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Override:
+    """What one entry of the option asks for.
+
+    Attributes:
+        key: "op" or "module".
+        pattern: the op, or the module pattern.
+        policy: instead of the op's own; None: the op's own.
+        dtype: the lower precision, instead of the region's; None: the region's.
+        off: no autocast at all.
+    """
+
+    key: str
+    pattern: str
+    policy: Policy | None = None
+    dtype: torch.dtype | None = None
+    off: bool = False
+
+    def state(self, around: AutocastState) -> AutocastState:
+        """The autocast state of a call that this override names, inside the state `around`."""
+        devices = tuple(
+            replace(d, enabled=not self.off, dtype=self.dtype or d.dtype) if d.enabled else d
+            for d in around.devices
+        )
+        return replace(around, devices=devices)
+
+    def __str__(self) -> str:
+        asked = ["off"] if self.off else []
+        asked += [self.policy.value] if self.policy else []
+        asked += [str(self.dtype)] if self.dtype else []
+        return f"option 'policies': {self.key} {self.pattern!r} ({', '.join(asked)})"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """All entries of the option, in the order in which they were given.
+
+    Attributes:
+        ops, modules: the entries of each key.
+        names: identity of a module, as `nn_module_stack` has it -> all names it has in the model;
+            a module that is shared has several.
+    """
+
+    ops: tuple[Override, ...] = ()
+    modules: tuple[Override, ...] = ()
+    names: Mapping[str, tuple[Name, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.ops or self.modules)
+
+    def of(self, node: fx.Node) -> Override | None:
+        """The override that names a call: the innermost match. A module that matches lies further
+        in than an op, which is named everywhere; of two patterns that match one module, the later
+        one counts."""
+        for names in self._innermost_first(node):
+            for override in reversed(self.modules):
+                parts = tuple(override.pattern.split("."))
+                if any(_matches(parts, name) for name in names):
+                    return override
+        op = _qualified_op_name(node)
+        return next((o for o in self.ops if o.pattern == op), None)
+
+    def _innermost_first(self, node: fx.Node) -> Iterator[tuple[Name, ...]]:
+        """The names of each module a call stands in, also of containers such as `blocks`, which
+        nobody calls; the compiled module's own name is empty."""
+        stack = [self.names.get(i) or (parse_name(path),) for i, path in module_stack(node)]
+        while stack:
+            names = stack.pop()
+            around = {
+                name[:end] for outer in stack for name in outer for end in range(len(name) + 1)
+            }
+            yield names
+            for end in range(max(map(len, names)) - 1, 0, -1):
+                yield tuple(name[:end] for name in names if name[:end] not in around)
+        yield ((),)
+
+    def check_modules(self, known: Iterable[Name]) -> None:
+        """Refuse patterns that match no module.
+
+        Args:
+            known: the names of all modules there are.
+
+        Raises:
+            PolicyError: with near names.
+        """
+        names = {name[:end] for name in known for end in range(len(name) + 1)} | {()}
+        for override in self.modules:
+            parts = tuple(override.pattern.split("."))
+            if not any(_matches(parts, name) for name in names):
+                near = nearest(override.pattern, {".".join(name) for name in names if name})
+                raise PolicyError(
+                    f"{override} matches no module; expected {near}. Names count from the module "
+                    "that is compiled. A module whose forward Dynamo compiles by itself, because "
+                    "of a graph break inside, is such a module: compile with fullgraph=True, or "
+                    "compile that module with options of its own"
+                )
+
+
+def parse_overrides(where: str, given: Any) -> Overrides:
+    """Check the value of the option.
+
+    Args:
+        where: names the option in messages.
+        given: `{"op": {"aten::softmax": "fp32"}, "module": {"blocks.*.router": "fp32"}}`, either
+            key or none; None is no override.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: an unknown key, op, policy or dtype, with near names.
+    """
+    if isinstance(given, Overrides):
+        return given
+    entries = _mapping(where, {} if given is None else given, '{"op": ..., "module": ...}')
+    for key in entries:
+        if key not in ("op", "module"):
+            raise ValueError(f"{where}: unknown key {key!r}; expected 'op' or 'module'")
+    ops = _mapping(f"{where}: 'op'", entries.get("op", {}), '{"aten::softmax": "fp32"}')
+    known = dispatched_ops() if ops else frozenset()
+    for op in ops:
+        if op not in known:
+            raise ValueError(f"{where}: no op is called {op!r}; expected {_near_op(op, known)}")
+    modules = _mapping(f"{where}: 'module'", entries.get("module", {}), '{"lm_head": "off"}')
+    for pattern in modules:
+        if not all(pattern.split(".")):
+            raise ValueError(
+                f"{where}: module pattern {pattern!r}: expected names with dots between them, such "
+                'as "blocks.*.router"'
+            )
+    return Overrides(
+        tuple(_override(where, "op", op, value) for op, value in ops.items()),
+        tuple(_override(where, "module", name, value) for name, value in modules.items()),
+    )
+
+
+def _mapping(where: str, given: Any, example: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{where}: expected a dict such as {example}; got {given!r}")
+    for name in given:
+        if not isinstance(name, str):
+            raise TypeError(f"{where}: expected strings as keys; got {name!r}")
+    return given
+
+
+def _override(where: str, key: str, pattern: str, value: Any) -> Override:
+    where = f"{where}: {key} {pattern!r}"
+    asked = {"policy": value} if isinstance(value, str) else value
+    if not isinstance(asked, Mapping):
+        raise TypeError(
+            f"{where}: expected one of {', '.join(map(repr, _VALUES))}, or a dict of 'policy' and "
+            f"'dtype'; got {value!r}"
+        )
+    if unknown := [k for k in asked if k not in ("policy", "dtype")]:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; expected 'policy' or 'dtype'")
+    policy, dtype = asked.get("policy"), asked.get("dtype")
+    if policy is None and dtype is None:
+        raise ValueError(f"{where}: expected 'policy' or 'dtype' or both; got {value!r}")
+    if policy is not None and policy not in _VALUES:
+        raise ValueError(
+            f"{where}: unknown policy {policy!r}; expected {nearest(str(policy), _VALUES)}"
+        )
+    if dtype is not None and dtype not in AMBIENT_DTYPES:
+        raise ValueError(
+            f"{where}: dtype: expected torch.bfloat16 or torch.float16, the lower precision; got "
+            f'{dtype!r}. For float32 use "fp32"'
+        )
+    if dtype is not None and policy not in (None, "lower_precision_fp"):
+        raise ValueError(
+            f"{where}: a dtype goes with 'lower_precision_fp' or with no policy; got {policy!r}"
+        )
+    off = policy == "off"
+    return Override(key, pattern, None if off or policy is None else Policy(policy), dtype, off)
+
+
+def _near_op(op: str, known: Iterable[str]) -> str:
+    base = op.partition(".")[0]
+    for name in (base, f"aten::{base}"):
+        if name in known:
+            return repr(name)
+    return nearest(op, known)
+
+
+def _matches(pattern: Name, name: Name) -> bool:
+    """Whether a pattern names a module: part by part, each a glob; `**` stands for any number of
+    parts, none too."""
+    if not pattern:
+        return not name
+    first, *rest = pattern
+    if first == "**":
+        return any(_matches(tuple(rest), name[i:]) for i in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatchcase(name[0], first) and _matches(tuple(rest), name[1:])
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, str]]:
+    """Identity and path of the modules inside the compiled one that a call stands in, outermost
+    first. A module that is called again has its identity with a suffix."""
+    stack = (node.meta.get("nn_module_stack") or {}).items()
+    return [(str(key).partition("@")[0], path) for key, (path, *_) in stack]
+
+
+def parse_name(path: str) -> Name:
+    """`L['self'].blocks.0` -> `("blocks", "0")`: the variable through which the compiled code
+    reaches its modules is no part of their names."""
+    relative = re.sub(r"^[A-Z]\['[^']*'\]", "", path)
+    parts = re.findall(r"[^.\[\]'\"]+", relative)
+    return tuple(part for part in parts if part != "_modules")
+
+
+def _qualified_op_name(node: fx.Node) -> str:
+    if is_dispatched(node.target):
+        return op_name_of(node.target)[0]
+    return f"aten::{(op_name(node) or '').partition('.')[0]}"

@@ -1,0 +1,111 @@
+"""`explain`: every cast of a function, in the line that it is made for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import backend
+from .._torch.dynamo import counters, reset, uncompiled
+from ..lowering.lower import Context
+from ..options import OptionTypeError, parse_options
+from .page import to_html
+from .rows import GraphReport, rows_of
+
+
+@dataclass
+class CastReport:
+    """What `explain` found. `print` shows it.
+
+    Attributes:
+        graphs: the graphs Dynamo made, in the order in which they were compiled.
+        graph_breaks: why there is more than one, in Dynamo's words.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [str(graph) for graph in self.graphs] or ["no graph was compiled"]
+        parts += [f"graph break: {reason.splitlines()[0]}" for reason in self.graph_breaks]
+        return "\n".join(parts)
+
+    def to_html(self, title: str = "Casts") -> str:
+        """The same as a page that needs no other file, with every call of every graph."""
+        return to_html(title, self.graphs)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[CastReport]:
+    """Report on each graph that `backend="smart_autocast"` lowers in a `with` block, in any thread.
+
+    What was compiled before is not compiled again, and so not reported.
+    """
+    report = CastReport()
+
+    def add(graph_module: fx.GraphModule, context: Context) -> None:
+        rows = tuple(rows_of(graph_module))
+        at = f" ({rows[0].place})" if rows else ""
+        title = f"graph {len(report.graphs) + 1}{at}, under {context.ambient}"
+        report.graphs.append(GraphReport(title, context.report, rows))
+
+    breaks = Counter(counters()["graph_break"])
+    backend.listeners.append(add)
+    try:
+        yield report
+    finally:
+        backend.listeners.remove(add)
+        report.graph_breaks += Counter(counters()["graph_break"]) - breaks
+
+
+def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CastReport]:
+    """What `torch.compile(fn, backend="smart_autocast", options=options)` does to each call.
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            print(explain(model)(x))
+
+    Calling what it returns runs `fn` once, with all that `fn` changes, as `torch._dynamo.explain`
+    does: lowered and validated, but compiled no further. Like it, it makes `torch.compile` forget
+    what this process has compiled before.
+
+    Args:
+        fn: a function or module, compiled already or not.
+        options: those of the backend, as keyword arguments. `inner` and `inductor` are checked,
+            and change nothing.
+
+    Returns:
+        A function of `fn`'s arguments that returns a `CastReport` for the autocast state, the grad
+        mode and the arguments that it is called with.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+        OptionValueError, OptionTypeError: options that cannot be, before `fn` runs.
+    """
+    if not callable(fn):
+        raise OptionTypeError(f"fn: expected a function or a module; got {type(fn).__name__}")
+    parse_options(options, mode=None)
+    options = {k: v for k, v in options.items() if k != "inductor"} | {"inner": _run_as_it_is}
+
+    def run(*args: Any, **kwargs: Any) -> CastReport:
+        reset()
+        try:
+            with collecting() as report:
+                compiled = torch.compile(
+                    uncompiled(fn), backend=backend.smart_autocast, options=options
+                )
+                compiled(*args, **kwargs)
+        finally:
+            reset()
+        return report
+
+    return run
+
+
+def _run_as_it_is(graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    return graph_module.forward

@@ -1,0 +1,1 @@
+"""Translation validation: does a lowered call do what autocast does? Each asked once."""

@@ -1,0 +1,215 @@
+"""Verdicts of validation, each asked for once.
+
+A verdict depends on what is called, on the metadata of its arguments, on the autocast state and on
+the grad mode, and on nothing else: it is kept by a key that spells these out. Within a process in
+memory; across processes in one file per graph beside torch.compile's own caches, so that a warm
+start does not validate again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch.configs import compile_cache_dir
+from .._torch.fake_tensors import symbol_key
+from .._torch.ops import is_dispatched
+from ..state import AutocastState
+
+_MEMORY_LIMIT = 1 << 16
+_known: dict[str, Verdict] = {}
+_named_by_address: dict[int, Any] = {}  # kept alive, so that no other gets the address
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of validation for one call.
+
+    Attributes:
+        reason: why the call was not proved equal; None where it was.
+        shared: numbers of the arguments whose casts eager autocast keeps in its cache, and which so
+            come from one cast that other calls read too.
+        found: numbers of the arguments to cast, and whether to float32 ("fp32") or to the lower
+            precision, where the policy table has no answer that holds but watching eager gave one;
+            None where the table's answer holds.
+        order: numbers of the arguments in the order in which eager casts them, where one tensor is
+            several arguments.
+        expanded: whether the call is to be written out (expansions.py).
+    """
+
+    reason: str | None = None
+    shared: tuple[int, ...] = ()
+    found: tuple[tuple[int, str], ...] | None = None
+    order: tuple[int, ...] = ()
+    expanded: bool = False
+
+
+def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
+    """Everything a verdict depends on. Keys that name an object's address are never written to disk
+    (`Verdicts.save`)."""
+    numbers: dict[int, int] = {}
+
+    def leaf(argument: fx.Node) -> Any:
+        value = argument.meta.get("example_value", argument.name)
+        return _Leaf(value, numbers.setdefault(id(value), len(numbers)))
+
+    described = _describe(fx.node.map_arg((node.args, node.kwargs), leaf))
+    devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
+    flags = (state.cache_enabled, grad, strict)
+    return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
+
+
+class Verdicts:
+    """The verdicts of one graph.
+
+    Args:
+        keys: the keys of all calls of the graph that may need a verdict.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = sorted(set(keys))
+        self._unsaved = False
+        if len(_known) > _MEMORY_LIMIT:
+            forget()
+        missing = [k for k in self._keys if k not in _known]
+        self._path = _path(self._keys) if missing else None
+        if self._path is not None:
+            _known.update(_load(self._path))
+
+    def get(self, key: str) -> Verdict | None:
+        """The verdict, if it is known."""
+        return _known.get(key)
+
+    def add(self, key: str, verdict: Verdict) -> None:
+        """Keep a new verdict."""
+        _known[key] = verdict
+        self._unsaved = True
+
+    def save(self) -> None:
+        """Write the verdicts for the next process, if there are new ones and a cache to write
+        to."""
+        if not self._unsaved or self._path is None:
+            return
+        stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
+        rows = {k: [v.reason, v.shared, v.found, v.order, v.expanded] for k, v in stable.items()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside its final place and renamed, so that a reader never sees half a file.
+        handle, temporary = tempfile.mkstemp(dir=self._path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(rows, file)
+        os.replace(temporary, self._path)
+
+
+def forget() -> None:
+    """Drop the verdicts in memory, as a new process would."""
+    _known.clear()
+    _named_by_address.clear()
+
+
+def _load(path: Path) -> dict[str, Verdict]:
+    try:
+        rows = json.loads(path.read_text())
+        return {key: _verdict(*row) for key, row in dict(rows).items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError):  # cut off or edited: validate again and write it anew
+        return {}
+
+
+def _verdict(
+    reason: str | None,
+    shared: list[int],
+    found: list[list[Any]] | None,
+    order: list[int],
+    expanded: bool,
+) -> Verdict:
+    casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
+    return Verdict(reason, tuple(shared), casts, tuple(order), expanded)
+
+
+def _path(keys: list[str]) -> Path | None:
+    folder = compile_cache_dir()
+    if folder is None:
+        return None
+    digest = hashlib.sha256("\n".join([_version(), *keys]).encode()).hexdigest()
+    return Path(folder) / "smart_autocast" / f"{digest[:32]}.json"
+
+
+@functools.cache
+def _version() -> str:
+    """What else a verdict on disk depends on: torch, and the source of this package."""
+    source = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        source.update(path.read_bytes())
+    return f"{torch.__version__} {torch.version.git_version} {source.hexdigest()}"
+
+
+def _is_stable(key: str) -> bool:
+    """Whether a key means the same in another process: no address in it, and only code that comes
+    with torch, which the version names. Other code may change between processes."""
+    return " at 0x" not in key and key.partition(" ")[0].startswith(_WITH_TORCH)
+
+
+def comes_with_torch(target: Any) -> bool:
+    """Whether a call is of PyTorch's own code, not of a custom op or a user's function."""
+    return _target(target).startswith(_WITH_TORCH)
+
+
+_WITH_TORCH = ("torch.", "aten.", "method:", "_operator.")
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """An argument node: its example value, and which of the arguments are one and the same."""
+
+    value: Any
+    number: int
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, str):
+        return f"method:{target}"
+    if is_dispatched(target):
+        return str(target)
+    name = getattr(target, "__qualname__", None) or repr(target)
+    if "<" in name:  # a lambda, or a function made by another: its name is not its own
+        _named_by_address[id(target)] = target
+        name += f" at {id(target):#x}"
+    module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
+    return f"{module}.{name}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, _Leaf):
+        return f"{_describe(value.value)}#{value.number}"
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_describe, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice{_describe((value.start, value.stop, value.step))}"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return symbol_key(value)
+    return repr(value)
+
+
+def _describe_tensor(t: torch.Tensor) -> str:
+    strides = t.stride() if t.layout is torch.strided else ()
+    flags = (t.requires_grad, t.is_leaf, t._is_view(), t.is_conj(), t.is_neg(), t.is_inference())
+    marks = "".join("01"[f] for f in flags)
+    return (
+        f"{type(t).__qualname__}({t.dtype},{t.device},{t.layout},"
+        f"{_describe(t.shape)},{_describe(strides)},{marks})"
+    )

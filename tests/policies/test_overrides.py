@@ -1,0 +1,431 @@
+"""The option `policies`: it changes the calls it names, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autocast_backend import AutocastState, lower_autocast
+from autocast_backend.policies.overrides import parse_overrides
+from tests.support import BF16, FP16, assert_same_bits, capture, graph_of, targets, train_step
+
+TO_BF16, TO_FP16 = "autocast_to_bf16.default", "autocast_to_fp16.default"
+TO_FP32 = "autocast_to_full_precision.default"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.router = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(self.norm(x))
+        return x + h * torch.softmax(self.gate(h), -1)
+
+
+class Model(nn.Module):
+    """`by_hand` writes down in eager what an override asks for."""
+
+    block = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+        self.lm_head = nn.Linear(8, 8)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+
+class RouterInFloat32(Model):
+    class block(Block):
+        def gate(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.router(x.float())
+
+
+class RouterInFloat16(Model):
+    class block(Block):
+        def gate(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(**FP16):
+                return self.router(x)
+
+
+class HeadOff(Model):
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.lm_head(x)
+
+
+class SoftmaxInFloat32(Model):
+    class block(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(self.norm(x))
+            return x + h * torch.softmax(self.gate(h).float(), -1)
+
+
+@pytest.mark.parametrize(
+    ("policies", "by_hand"),
+    [
+        ({"module": {"blocks.*.router": "fp32"}}, RouterInFloat32),
+        ({"module": {"**.router": "fp32"}}, RouterInFloat32),
+        ({"module": {"blocks": "off", "blocks.*": {"dtype": torch.bfloat16}}}, Model),
+        ({"module": {"blocks.?.router": {"dtype": torch.float16}}}, RouterInFloat16),
+        (
+            {"module": {"**.router": {"policy": "lower_precision_fp", "dtype": torch.float16}}},
+            RouterInFloat16,
+        ),
+        ({"module": {"lm_head": "off"}}, HeadOff),
+        ({"op": {"aten::softmax": "fp32"}}, SoftmaxInFloat32),
+        ({"op": {"aten::linear": "fp32"}, "module": {"**": "lower_precision_fp"}}, Model),
+    ],
+    ids=str,
+)
+def test_an_override_is_what_one_would_write_by_hand(policies: dict, by_hand: Any) -> None:
+    check_override(policies, by_hand, "strict")
+
+
+@pytest.mark.parametrize("validate", ["dtype", "off"])
+def test_an_override_without_strict_validation(validate: str) -> None:
+    check_override({"module": {"blocks.*.router": "fp32"}}, RouterInFloat32, validate)
+
+
+def check_override(policies: dict, by_hand: Any, validate: str) -> None:
+    """Outputs and all gradients, bit for bit: so nothing but the named calls has changed."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    options = {"inner": "aot_eager", "policies": policies, "validate": validate}
+    actual = train_step(Model, (x,), backend="smart_autocast", options=options)
+    assert_same_bits(actual, train_step(by_hand, (x,), backend="eager"))
+    plain = train_step(Model, (x,), backend="eager")
+    changed = any(
+        not torch.equal(a, e) for a, e in zip(actual["gradients"], plain["gradients"], strict=True)
+    )
+    assert changed == (by_hand is not Model)
+
+
+def lowered(policies: dict, function: Any = None, *inputs: Any) -> list[str]:
+    graph = capture(function or Model(), *(inputs or (torch.randn(4, 8),)))
+    return targets(lower_autocast(graph, policies=policies))
+
+
+def test_the_nodes_that_are_written() -> None:
+    def function(x: torch.Tensor) -> Any:
+        with torch.autocast(**BF16):
+            y = x @ x
+            return torch.softmax(y, -1), torch.cat([y, x]), y.sin()
+
+    x = torch.randn(8, 8)
+    matmul = [TO_BF16, TO_BF16, "matmul"]
+    cat = ["promote.default", "getitem", "getitem", "cat"]
+    cast = {"policy": "lower_precision_fp", "dtype": torch.float16}
+    assert lowered({}, function, x) == [*matmul, "softmax", *cat, "sin"]
+    for asked, softmax in (
+        ("lower_precision_fp", [TO_BF16, "softmax"]),
+        ("fp32", [TO_FP32, "softmax"]),
+        (cast, [TO_FP16, "softmax"]),
+        ("promote", ["promote.default", "getitem", "softmax"]),
+        ("off", ["softmax"]),
+        ({"dtype": torch.float16}, ["softmax"]),
+    ):
+        assert lowered({"op": {"aten::softmax": asked}}, function, x) == [
+            *matmul,
+            *softmax,
+            *cat,
+            "sin",
+        ]
+    assert lowered({"op": {"aten::sin": "fp32"}}, function, x)[-2:] == [TO_FP32, "sin"]
+    assert lowered({"op": {"aten::matmul": "off"}}, function, x)[:1] == ["matmul"]
+
+
+def test_the_innermost_match_wins() -> None:
+    for policies, casts in (
+        ({"module": {"blocks": "off", "blocks.*.router": "fp32", "blocks.*.router.2": "off"}}, 6),
+        ({"op": {"aten::linear": "fp32"}, "module": {"blocks": "off"}}, 3),
+        ({"module": {"lm_head": "off", "*": "fp32"}}, 21),
+        ({"module": {"*": "fp32", "lm_head": "off"}}, 18),
+    ):
+        calls = lowered(policies)
+        assert calls.count(TO_FP32) == casts, policies
+
+
+def test_the_body_of_a_checkpoint_knows_its_modules() -> None:
+    model = Model()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return checkpoint(model.blocks[0], x, use_reentrant=False)
+
+    calls = lowered({"module": {"**.router": "fp32"}}, function, torch.randn(4, 8))
+    assert (calls.count(TO_BF16), calls.count(TO_FP32), calls.count("linear")) == (3, 6, 3)
+
+
+def test_cuda_policies_are_overridden() -> None:
+    state = AutocastState.of({"device_type": "cuda", "dtype": torch.float16})
+    with torch._subclasses.FakeTensorMode(), torch.no_grad():
+        x = torch.empty(4, 8, dtype=torch.float16, device="cuda")
+        for asked, expected in (
+            ("lower_precision_fp", [TO_FP16, "softmax"]),
+            ("off", ["softmax"]),
+            ("fp32", [TO_FP32, "softmax"]),
+        ):
+            graph = graph_of(F.softmax, (x, -1), {}, state)
+            policies = {"op": {"aten::softmax": asked}}
+            assert targets(lower_autocast(graph, ambient=state, policies=policies)) == expected
+
+
+def test_what_stands_outside_of_all_regions_is_not_named() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x, -1)
+
+    asked = {"op": {"aten::softmax": "lower_precision_fp"}, "module": {"**": "fp32"}}
+    assert lowered(asked, function, torch.randn(4, 8)) == ["softmax"]
+
+
+def test_calls_that_write_to_their_arguments_are_left_alone() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = x @ x
+            y.add_(x)
+            return torch.add(y, x, out=torch.empty_like(y)) + y
+
+    calls = lowered({"op": {"aten::add": "fp32"}}, function, torch.randn(8, 8))
+    assert calls == [
+        TO_BF16,
+        TO_BF16,
+        "matmul",
+        "add_",
+        "empty_like",
+        "add",
+        TO_FP32,
+        TO_FP32,
+        "add",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policies", "error", "words"),
+    [
+        (["aten::sum"], TypeError, r"expected a dict such as .*; got \['aten::sum'\]"),
+        ({"ops": {}}, ValueError, r"unknown key 'ops'; expected 'op' or 'module'"),
+        (
+            {"op": {"aten::sofmax": "fp32"}},
+            ValueError,
+            r"called 'aten::sofmax'; expected .*softmax",
+        ),
+        ({"op": {"softmax": "fp32"}}, ValueError, r"called 'softmax'; expected 'aten::softmax'"),
+        ({"op": {"aten::sum.dim_IntList": "fp32"}}, ValueError, r"expected 'aten::sum'"),
+        ({"op": {"aten::sum": "fp64"}}, ValueError, r"unknown policy 'fp64'; expected 'fp32'"),
+        ({"op": {"aten::sum": 1}}, TypeError, r"op 'aten::sum': expected one of .*; got 1"),
+        ({"op": {"aten::sum": {}}}, ValueError, r"expected 'policy' or 'dtype' or both"),
+        ({"op": {"aten::sum": {"type": 1}}}, ValueError, r"unknown key 'type'"),
+        ({"op": {"aten::sum": {"dtype": torch.float32}}}, ValueError, r'For float32 use "fp32"'),
+        (
+            {"op": {"aten::sum": {"dtype": torch.float16, "policy": "fp32"}}},
+            ValueError,
+            r"a dtype goes with 'lower_precision_fp'",
+        ),
+        ({"module": {"blocks..router": "fp32"}}, ValueError, r"expected names with dots between"),
+        ({"module": {3: "fp32"}}, TypeError, r"expected strings as keys; got 3"),
+    ],
+)
+def test_an_impossible_override(policies: Any, error: Any, words: str) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("compiled")
+
+    with pytest.raises(error, match=words):
+        parse_overrides("option 'policies'", policies)
+    options = {"inner": never, "policies": policies}
+    torch._dynamo.reset()
+    with pytest.raises(error, match=words):
+        torch.compile(torch.sin, backend="smart_autocast", options=options)(torch.ones(2))
+
+
+def compile_model(model: Any, policies: dict, **arguments: Any) -> Any:
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "policies": policies}
+    return torch.compile(model, backend="smart_autocast", options=options, **arguments)
+
+
+def test_a_pattern_that_matches_no_module() -> None:
+    x = torch.randn(4, 8)
+    for pattern in ("blocks.*.routr", "blocks.router", "router"):
+        with pytest.raises(ValueError, match=r"matches no module; expected .*router'"):
+            compile_model(Model(), {"module": {pattern: "fp32"}})(x)
+        with pytest.raises(ValueError, match=r"matches no module; expected .*router'"):
+            lowered({"module": {pattern: "fp32"}})
+
+
+def test_a_module_that_is_not_called_is_still_a_module() -> None:
+    class Unused(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(8, 8)
+
+    model, x = Unused(), torch.randn(4, 8)
+    assert torch.equal(compile_model(model, {"module": {"spare": "fp32"}})(x), model(x))
+
+
+def test_a_graph_break_between_modules() -> None:
+    """Both graphs know the whole model: a pattern for a module of one is no error in the other."""
+
+    class Broken(Model):
+        def head(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return self.lm_head(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(**BF16):
+                x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            with torch.autocast(**BF16):
+                return self.lm_head(x)
+
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(4, 8)
+    off = compile_model(model, {"module": {"lm_head": "off", "blocks.*.router": "fp32"}})(x)
+    assert off.dtype is torch.float32
+    assert compile_model(model, {"module": {"blocks.*.router": "fp32"}})(x).dtype is torch.bfloat16
+
+
+def test_a_graph_break_inside_a_module_is_not_passed_over() -> None:
+    """The module's forward becomes a graph of its own, whose names do not reach up to the model,
+    and whose compiled code serves other modules too."""
+
+    class Broken(Model):
+        class block(Block):
+            def gate(self, x: torch.Tensor) -> torch.Tensor:
+                torch._dynamo.graph_break()
+                return self.router(x)
+
+    with pytest.raises(ValueError, match=r"matches no module.*'router'.*graph break"):
+        compile_model(Broken(), {"module": {"blocks.*.router": "fp32"}})(torch.randn(4, 8))
+
+
+def test_a_module_that_is_kept_in_a_variable_over_a_graph_break() -> None:
+    class Broken(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            block = self.blocks[0]
+            torch._dynamo.graph_break()
+            with torch.autocast(**BF16):
+                return self.lm_head(block(x))
+
+    with pytest.raises(ValueError, match=r"a part of L\['self'\] is reached as L\['block'\]"):
+        compile_model(Broken(), {"module": {"blocks.*.router": "fp32"}})(torch.randn(4, 8))
+
+
+def test_modules_of_a_function_and_of_an_object() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = Model()
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    x, trainer = torch.randn(4, 8), Trainer()
+    model = trainer.model
+    assert model(x).dtype is torch.bfloat16
+    off = compile_model(trainer.step, {"module": {"model.lm_head": "off"}})(x)
+    assert off.dtype is torch.float32
+    assert compile_model(step, {"module": {"lm_head": "off"}})(model, x).dtype is torch.float32
+    with pytest.raises(ValueError, match=r"expected 'model.lm_head'"):
+        compile_model(trainer.step, {"module": {"lm_head": "off"}})(x)
+
+
+def test_a_module_with_two_names_has_both() -> None:
+    class Twice(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = self.lm_head
+
+    assert Twice()(torch.randn(4, 8)).dtype is torch.bfloat16
+    for name in ("lm_head", "output"):
+        off = compile_model(Twice(), {"module": {name: "off"}})(torch.randn(4, 8))
+        assert off.dtype is torch.float32, name
+
+
+def test_an_override_that_a_call_cannot_take() -> None:
+    def mixed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return x @ (w @ w)
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return (x @ x).view(-1)
+
+    def mapped(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.func.vmap(lambda v: v @ v)(x)
+
+    def before(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = torch.softmax(x @ x, -1)
+            return (x @ x).scatter(0, index, y)
+
+    x = torch.randn(8, 8)
+    for function, inputs, policies, words in (
+        (mixed, (x, x), {"op": {"aten::matmul": "off"}}, None),
+        (
+            mixed,
+            (x, x.bfloat16()),
+            {"op": {"aten::matmul": "off"}},
+            r"call of matmul .* gets bfloat16 and float32",
+        ),
+        (view, (x,), {"op": {"aten::view": "fp32"}}, r"returns a view of its argument"),
+        (mapped, (x[None],), {"op": {"aten::matmul": "fp32"}}, r"torch.func transform"),
+        (
+            before,
+            (x, torch.zeros(8, 8, dtype=torch.long)),
+            {"op": {"aten::softmax": "fp32"}},
+            r"the call of scatter .*raises .*after 1 calls that are overridden",
+        ),
+    ):
+        graph = capture(function, *inputs)
+        if words is None:
+            lower_autocast(graph, policies=policies)
+            continue
+        with pytest.raises(ValueError, match=words):
+            lower_autocast(graph, policies=policies)
+
+
+def test_the_counters_say_so() -> None:
+    torch._dynamo.utils.counters.clear()
+    compile_model(Model(), {"module": {"blocks.*.router": "fp32"}})(torch.randn(4, 8))
+    assert torch._dynamo.utils.counters["smart_autocast"]["overridden"] == 4
+
+
+def test_what_is_not_looked_into_can_be_in_another_state() -> None:
+    def mapped(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.func.vmap(lambda v: v @ v)(x)
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.cond(x.sum() > 0, lambda v: v @ v, lambda v: v.sin() @ v, (x,))
+
+    x = torch.randn(1, 8, 8)
+    for function in (mapped, branches):
+        calls = lowered({"module": {"**": "off"}}, function, x)
+        assert "_enter_autocast" not in calls
+        graph = lower_autocast(
+            capture(function, x), policies={"module": {"**": {"dtype": torch.float16}}}
+        )
+        enters = [n.args[1] for n in graph.graph.nodes if "_enter_autocast" in str(n.target)]
+        assert set(enters) == {torch.float16} or targets(graph).count(TO_FP16) == 2
