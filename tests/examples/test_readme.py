@@ -26,8 +26,10 @@ assert (stats.overflows, stats.underflows) == (1, 1)
 @pytest.mark.slow
 def test_the_programs_run() -> None:
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(programs) == 4
+    assert len(programs) == 5
     # One fresh process: the first program must find the backend without an import of ours.
     command = [sys.executable, "-c", "\n".join([*programs, CHECKS])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+    explained = "0.weight: float32 -> bfloat16, outside of the graph"
+    assert explained in result.stdout
