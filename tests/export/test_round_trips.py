@@ -3,6 +3,7 @@ autocast, in dtypes and bits."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def results_of_a_fresh_process(folder: Path, mode: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.export.run_programs", str(folder), mode]
-    subprocess.run(command, cwd=ROOT, check=True)
+    # Sums of float32 numbers depend on how many threads share them.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return torch.load(folder / "results.pt", weights_only=False)
 
 
