@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backward.ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
+    from .explaining import CastReport, explain
     from .lowering.standalone import lower_autocast
     from .ops import (
         CastStats,
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
         promote,
         unscale_cast,
     )
-    from .reports.explaining import CastReport, explain
     from .state import AutocastState
     from .weights import clear_weight_cache, weight_cache_info
 
 _HOMES = {
-    "CastReport": "reports.explaining",
+    "CastReport": "explaining",
     "CastStats": "ops",
     "AutocastState": "state",
     "BackwardAutocastError": "backward.ambient",
@@ -44,7 +44,7 @@ _HOMES = {
     "autocast_to_full_precision": "ops",
     "autocast_to_reduced_precision": "ops",
     "clear_weight_cache": "weights",
-    "explain": "reports.explaining",
+    "explain": "explaining",
     "kernels": "ops",
     "lower_autocast": "lowering.standalone",
     "cast_with_stats": "ops",

@@ -98,7 +98,7 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"smart-autocast explain: {problem}", file=sys.stderr)
         return 2
 
-    from .reports.explaining import collecting
+    from .explaining import collecting
 
     sys.argv = [str(program), *options.arguments]
     sys.path[0] = str(program.absolute().parent)

@@ -1,1 +1,1 @@
-"""What the compiler did, for logs, pages and people."""
+"""What the compiler did to a graph: in numbers, call by call, as a page."""

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import backend
-from .._torch.dynamo import counters, reset, uncompiled
-from ..lowering.lower import Context
-from ..options import OptionTypeError, parse_options
-from .page import to_html
-from .rows import GraphReport, rows_of
+from . import backend
+from ._torch.dynamo import counters, reset, uncompiled
+from .lowering.lower import Context
+from .options import OptionTypeError, parse_options
+from .reports.page import to_html
+from .reports.rows import GraphReport, rows_of
 
 
 @dataclass
