@@ -31,7 +31,7 @@ from .lowering.separate import separate_bodies
 from .lowering.standalone import copy_graph
 from .options import Options, parse_options
 from .policies.modules import bind
-from .regions import hops_to_regions, nodes_of, source_line
+from .regions import hops_to_regions, nodes_of, source_line, state_changes
 from .state import (
     AutocastState,
     contexts_entered,
@@ -85,6 +85,7 @@ def smart_autocast(
     with timed("lower"):
         if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
             graph_module, _ = hops_to_regions(graph_module)
+        changes = state_changes(graph_module.graph)
         separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
         if parsed.autocast or parsed.policies:
             graph_module = propagate(graph_module, context)
@@ -114,7 +115,9 @@ def smart_autocast(
             compiled = inner(module, inputs)
         if report.bracketed:
             compiled = _putting_right_after_errors(compiled, now)
-        return _with_autocast_off(compiled) if now.enabled_devices else compiled
+        if now.enabled_devices:
+            compiled = _with_autocast_off(compiled)
+        return compiled if changes is None else _changing_state(compiled, changes)
 
     compiled = plan.compile(compile_graph)
     log.debug("seconds by stage: %s", report.seconds)
@@ -164,6 +167,20 @@ def _with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with disable_autocast():
             return compiled(*args)
+
+    return run
+
+
+def _changing_state(
+    compiled: Callable[..., Any], changes: Callable[[], None]
+) -> Callable[..., Any]:
+    """Leave the state as the graph would have: it calls `torch.set_autocast_enabled` or the like,
+    and there may be a graph break before it sets back what it set."""
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        changes()
+        return results
 
     return run
 

@@ -92,10 +92,21 @@ class AutocastState:
         new = DeviceAutocast(device_type, enabled, dtype if dtype is not None else now.dtype)
         if device_type != "cuda" and new.dtype not in AMBIENT_DTYPES:
             new = replace(new, enabled=False)
-        return AutocastState(
-            tuple(new if d.device_type == device_type else d for d in self.devices),
-            self.cache_enabled if cache_enabled is None else cache_enabled,
-        )
+        entered = self.set(device_type, enabled=new.enabled, dtype=new.dtype)
+        return entered if cache_enabled is None else replace(entered, cache_enabled=cache_enabled)
+
+    def exit(self, device_type: str, before: AutocastState) -> AutocastState:
+        """The state after a region of `device_type` that was entered in the state `before`. Other
+        device types stay as they are: something inside may have set them."""
+        entry = before.device(device_type)
+        now = self.set(device_type, enabled=entry.enabled, dtype=entry.dtype)
+        return replace(now, cache_enabled=before.cache_enabled)
+
+    def set(self, device_type: str, **changes: Any) -> AutocastState:
+        """This state with `enabled` or `dtype` of one device type replaced."""
+        new = replace(self.device(device_type), **changes)
+        devices = tuple(new if d.device_type == device_type else d for d in self.devices)
+        return replace(self, devices=devices)
 
     def inside(self, regions: Sequence[Mapping[str, Any]]) -> AutocastState:
         """The state inside several `torch.autocast(**arguments)`, entered in order."""

@@ -328,6 +328,93 @@ def test_is_autocast_enabled_read_inside_the_region() -> None:
     assert not torch.equal(out[0], out[0].new_zeros(8, 8))
 
 
+def test_a_context_written_by_hand() -> None:
+    """Of the functions that `torch.autocast` is made of: they change the state for what follows,
+    and clearing the cache ends the life of its casts."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        torch.autocast_increment_nesting()
+        y = (x @ w).sin() @ w
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+        return y, x @ w
+
+    out = check(function, randn(8, 8), randn(8, 8).requires_grad_())
+    assert [t.dtype for t in out[:2]] == [torch.float16, torch.float32]
+
+
+def test_autocast_set_by_hand_inside_of_regions() -> None:
+    """The end of a region sets its device type back, and no other."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("xpu", enabled=False):
+            torch.set_autocast_enabled("cpu", True)
+            with torch.autocast("cpu", enabled=False):
+                a = x @ w
+                torch.set_autocast_enabled("cpu", True)
+                b = x @ w
+                torch.set_autocast_enabled("cpu", False)
+            c = x @ w
+        d = x @ w
+        torch.set_autocast_enabled("cpu", False)
+        return a, b, c, d, x @ w
+
+    out = check(function, randn(8, 8), randn(8, 8).requires_grad_())
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert [t.dtype for t in out[:5]] == [fp32, bf16, bf16, bf16, fp32]
+
+
+def test_the_cache_switched_off_and_cleared_by_hand() -> None:
+    def once(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).sin() @ w
+
+    def switched_off(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        torch.set_autocast_cache_enabled(False)
+        y = once(x, w)
+        torch.set_autocast_cache_enabled(True)
+        return y
+
+    def cleared(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).sin()
+        torch.clear_autocast_cache()
+        return y @ w
+
+    x, w = randn(8, 8), randn(8, 8).requires_grad_()
+    shared, *apart = (check(f, x, w, around=[BF16]) for f in (once, switched_off, cleared))
+    for seen in apart:
+        assert torch.equal(seen[0], shared[0])
+        assert not torch.equal(seen[2], shared[2])
+
+
+def test_a_graph_break_while_autocast_is_set_by_hand() -> None:
+    """The code after it finds the state as the code before it has left it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = torch.get_autocast_dtype("cpu")
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        y = x @ w
+        torch._dynamo.graph_break()
+        z = y @ w
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", before)
+        return y, z, y.float() @ w
+
+    def run(**compile_arguments: Any) -> Any:
+        torch._dynamo.reset()
+        with autocast_put_right():  # Dynamo's own state at a graph break is not all of eager's
+            return torch.compile(function, **compile_arguments)(randn(4, 4), randn(4, 4))
+
+    ours = run(backend="smart_autocast", options={"inner": "aot_eager"})
+    assert [t.dtype for t in ours] == [torch.float16, torch.float16, torch.float32]
+    assert_same_bits(ours, run(backend="eager"))
+
+
 def check_on_fake_cuda(state: AutocastState, target: Any, *args: Any, calls: list[str]) -> None:
     """One call on fake tensors of both device types: lowered, and the ops and dtypes of eager."""
     with FakeTensorMode():

@@ -393,3 +393,34 @@ def test_a_weight_that_checkpoints_share(function: Any, casts: int, region: bool
     assert_same_bits(ours, gradients())
     with pytest.raises(AssertionError, match="differs"):
         assert_same_bits(gradients(backend="aot_eager"), gradients())
+
+
+def a_region_and_a_checkpoint(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(**BF16):
+        y = x @ w
+    return y.float() + checkpoint(_with_its_own_region, x, w, use_reentrant=False)
+
+
+def two_checkpoints_with_regions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = checkpoint(_with_its_own_region, x, w, use_reentrant=False)
+    return y + checkpoint(_with_its_own_region, x.cos(), w, use_reentrant=False)
+
+
+def _with_its_own_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(**BF16):
+        return (x @ w).sin()
+
+
+@pytest.mark.parametrize("function", [a_region_and_a_checkpoint, two_checkpoints_with_regions])
+def test_a_weight_in_regions_inside_of_checkpoints(function: Any) -> None:
+    """Each of the regions has a cast of its own, as eager's cache is cleared at its end."""
+
+    def gradients(**compile_arguments: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        out = torch.compile(function, **compile_arguments)(x, w)
+        return torch.autograd.grad(out.square().sum(), (x, w))
+
+    ours = gradients(backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(ours, gradients(backend="eager"))

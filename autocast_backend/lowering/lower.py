@@ -27,7 +27,7 @@ from torch import fx
 
 from .._torch.fake_tensors import fake_mode_of
 from ..policies.overrides import Overrides
-from ..regions import Placement, is_region_node
+from ..regions import AMBIENT, Placement, is_region_node
 from ..reports.report import Report
 from ..state import AutocastState
 from .other_dtypes import judge_other_dtypes
@@ -60,7 +60,7 @@ class Context:
     @property
     def outside(self) -> Placement:
         """Where the graph itself stands."""
-        return Placement(self.ambient, 0 if self.ambient.enabled_devices else None)
+        return Placement(self.ambient, AMBIENT if self.ambient.enabled_devices else None)
 
 
 def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:

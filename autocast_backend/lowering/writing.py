@@ -14,7 +14,7 @@ from torch import fx
 from .._torch.autocast import disable_autocast, enter_autocast, exit_autocast
 from .._torch.fake_tensors import observing
 from ..policies.table import Policy
-from ..regions import source_line
+from ..regions import is_cleared, is_opened_in, source_line
 from ..reports.report import Bracketed, Report
 from . import recipes
 from .bodies import Bodies
@@ -22,7 +22,8 @@ from .planning import Candidate, Plan
 from .recipes import Recipe, tensor_arguments
 
 CACHED = "smart_autocast_cached"
-"""In the `meta` of a cast that eager autocast would keep in its weight cache."""
+"""In the `meta` of a cast that eager autocast would keep in its weight cache, and that others may
+have left there before the graph runs."""
 
 
 class Writer:
@@ -70,7 +71,8 @@ class Writer:
             y = tag_activation_checkpoint(body, x, w)      y = tag_activation_checkpoint(
             w_cast = autocast_to_bf16(w)                       body, x, w, w_cast)
 
-        A weight that one body alone reads is cast in there.
+        A weight that one body alone reads is cast in there, and so is one that it reads in a region
+        of its own, at whose end eager's cache is cleared.
         """
         bodies = Bodies(self.module)
         # (body, cast inside of it) -> the nodes that call the body, and the cast each of them means
@@ -83,7 +85,7 @@ class Writer:
             inputs = writer.graph.find_nodes(op="placeholder")
             operands = dict(zip(inputs, node.args[body.call.first_operand :], strict=True))
             for (weight, *cast), made in writer.weight_casts.items():
-                if weight in operands:
+                if weight in operands and not is_opened_in(cast[-2], writer.graph):
                     key = (operands[weight], *cast)
                     inside.setdefault((writer, made), {})[node] = key
         readers = Counter(key for calls in inside.values() for key in calls.values())
@@ -145,7 +147,8 @@ class Writer:
                     inside = c.in_transform and c.shared_before is None
                     cast = self._add(c, target, (weight, *args[1:]), kwargs, inside)
                 self.weight_casts[key] = cast
-                cast.meta[CACHED] = True
+                if not is_cleared(c.placement.scope):
+                    cast.meta[CACHED] = True
             return self.weight_casts[key]
 
         return call

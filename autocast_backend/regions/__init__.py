@@ -16,23 +16,31 @@ from __future__ import annotations
 from .hops import regions_to_hops
 from .inlining import hops_to_regions
 from .placement import (
+    AMBIENT,
     Placement,
     RegionError,
     find_regions,
+    is_cleared,
+    is_opened_in,
     is_region_node,
     nodes_of,
     source_line,
+    state_changes,
     where,
 )
 
 __all__ = [
+    "AMBIENT",
     "Placement",
     "RegionError",
     "find_regions",
     "hops_to_regions",
+    "is_cleared",
+    "is_opened_in",
     "is_region_node",
     "nodes_of",
     "regions_to_hops",
     "source_line",
+    "state_changes",
     "where",
 ]

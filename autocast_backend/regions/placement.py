@@ -1,15 +1,18 @@
 """Find the autocast state of every node of a graph.
 
 A region is a lexical span: between `_enter_autocast` and its `_exit_autocast`. Regions nest; what
-lies outside all of them is under the ambient state.
+lies outside all of them is under the ambient state. The functions that `torch.autocast` itself is
+made of, `torch.set_autocast_enabled` and others, change the state for what follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from .._torch.autocast import enter_autocast, exit_autocast
 from ..state import AutocastState
@@ -25,17 +28,59 @@ class Placement:
 
     Attributes:
         state: the autocast state the node runs under.
-        scope: a number shared by all nodes between which eager autocast keeps its weight cache: the
-            cache is cleared when the outermost context exits. None where no context is open.
+        scope: what all nodes share between which eager autocast keeps its weight cache: the node
+            that opened the outermost context, whose exit clears the cache, or that cleared it
+            last, or `AMBIENT`. None where no context is open.
     """
 
     state: AutocastState
-    scope: int | None
+    scope: fx.Node | str | None
+
+
+AMBIENT = "ambient"
+"""The scope of the contexts around a compiled call."""
+
+_SETTERS: dict[Any, Callable[..., AutocastState]] = {
+    torch.set_autocast_enabled: lambda state, device_type, enabled: state.set(
+        device_type, enabled=enabled
+    ),
+    torch.set_autocast_dtype: lambda state, device_type, dtype: state.set(device_type, dtype=dtype),
+    torch.set_autocast_cache_enabled: lambda state, enabled: replace(state, cache_enabled=enabled),
+    torch.clear_autocast_cache: lambda state: state,
+    torch.autocast_increment_nesting: lambda state: state,
+    torch.autocast_decrement_nesting: lambda state: state,
+}
+"""Functions that Dynamo writes into a graph as they are called, and the state after them."""
 
 
 def is_region_node(node: fx.Node) -> bool:
-    """Whether the node opens or closes a region."""
-    return node.op == "call_function" and node.target in (enter_autocast, exit_autocast)
+    """Whether the node opens or closes a region, or sets the state in another way."""
+    regions = (enter_autocast, exit_autocast)
+    return node.op == "call_function" and (node.target in regions or node.target in _SETTERS)
+
+
+def is_opened_in(scope: fx.Node | str | None, graph: fx.Graph) -> bool:
+    """Whether a scope begins in `graph`: at each call of it anew."""
+    return isinstance(scope, fx.Node) and scope.graph is graph
+
+
+def is_cleared(scope: fx.Node | str | None) -> bool:
+    """Whether a scope begins where the graph clears the cache of contexts that stay open."""
+    return isinstance(scope, fx.Node) and scope.target is torch.clear_autocast_cache
+
+
+def state_changes(graph: fx.Graph) -> Callable[[], None] | None:
+    """What changes the calling thread's state as a run of the whole graph would; None for a graph
+    of regions alone, which end as they began. It stays what it is when `graph` is changed."""
+    nodes = [n for n in graph.nodes if is_region_node(n)]
+    if not any(n.target in _SETTERS for n in nodes):
+        return None
+    changes = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        copies[node] = changes.node_copy(node, copies.__getitem__)
+    changes.output(None)
+    return fx.GraphModule(nn.Module(), changes)
 
 
 def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement]:
@@ -57,16 +102,13 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
     placements: dict[fx.Node, Placement] = {}
     opened: list[tuple[fx.Node, Placement]] = []
     here = outside
-    scopes = 0
     for node in graph.nodes:
         placements[node] = here
         if node.op != "call_function":
             continue
         if node.target is enter_autocast:
             opened.append((node, here))
-            if here.scope is None:
-                scopes += 1
-            scope = here.scope if here.scope is not None else scopes
+            scope = node if here.scope is None else here.scope
             here = Placement(here.state.enter(*node.args, **node.kwargs), scope)
         elif node.target is exit_autocast:
             if not opened or opened[-1][0] is not node.args[0]:
@@ -75,7 +117,13 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
                     f"{where(node)} closes {node.args[0]}; expected it to close {expected}: "
                     "autocast regions must nest"
                 )
-            here = opened.pop()[1]
+            enter, before = opened.pop()
+            here = Placement(here.state.exit(str(enter.args[0]), before.state), before.scope)
+        elif node.target in _SETTERS:
+            here = replace(here, state=_SETTERS[node.target](here.state, *node.args, **node.kwargs))
+            if node.target is torch.clear_autocast_cache and here.scope is not None:
+                here = replace(here, scope=node)
+                opened = [(n, p if p.scope is None else replace(p, scope=node)) for n, p in opened]
     if opened:
         raise RegionError(f"{where(opened[-1][0])} opens a region that the graph never closes")
     return placements

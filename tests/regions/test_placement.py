@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from autocast_backend._torch.autocast import enter_autocast, exit_autocast
-from autocast_backend.regions import Placement, RegionError, find_regions
+from autocast_backend.regions import AMBIENT, Placement, RegionError, find_regions
 from autocast_backend.state import AutocastState
 from tests.support import BF16
 
@@ -16,7 +16,7 @@ OFF = AutocastState.off()
 
 def graph_of(*steps: str) -> tuple[fx.Graph, dict[str, fx.Node]]:
     """A graph from steps: a name is a call; `+a` enters region a (`-cpu`: switched off), `-a`
-    leaves it."""
+    leaves it, `!` clears the weight cache."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     opened: dict[str, fx.Node] = {}
@@ -29,6 +29,8 @@ def graph_of(*steps: str) -> tuple[fx.Graph, dict[str, fx.Node]]:
             opened[name] = graph.call_function(enter_autocast, arguments)
         elif kind == "-":
             graph.call_function(exit_autocast, (opened.get(name, x),))
+        elif kind == "!":
+            graph.call_function(torch.clear_autocast_cache)
         else:
             calls[step] = graph.call_function(torch.sin, (x,))
     graph.output(x)
@@ -54,9 +56,17 @@ def test_the_weight_cache_lives_until_the_outermost_exit() -> None:
 def test_under_an_ambient_region_there_is_one_scope() -> None:
     ambient = AutocastState.of(BF16)
     graph, calls = graph_of("a", "+r", "b", "-r", "c")
-    places = find_regions(graph, Placement(ambient, 0))
-    assert {places[n].scope for n in calls.values()} == {0}
+    places = find_regions(graph, Placement(ambient, AMBIENT))
+    assert {places[n].scope for n in calls.values()} == {AMBIENT}
     assert places[calls["a"]].state == ambient
+
+
+def test_clearing_the_cache_begins_a_new_scope_in_all_open_regions() -> None:
+    graph, calls = graph_of("+r", "a", "+s", "b", "!", "c", "-s", "d", "-r", "e")
+    places = find_regions(graph, Placement(OFF, None))
+    scopes = {name: places[n].scope for name, n in calls.items()}
+    assert scopes["a"] == scopes["b"] != scopes["c"] == scopes["d"]
+    assert scopes["e"] is None
 
 
 @pytest.mark.parametrize(
