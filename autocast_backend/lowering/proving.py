@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch.autocast import disable_autocast
 from .._torch.fake_tensors import observing
 from ..policies.table import Policy
 from ..reports.report import Report
@@ -53,6 +54,7 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
             verdicts.add(key, verdict)
             report.checked += 1
         c.refused, c.shared = verdict.reason, verdict.shared
+        c.shared_within = verdict.within
         if verdict.found is not None:
             found = [(i, Policy(name)) for i, name in verdict.found]
             c.recipe = recipes.of_casts(c.node, c.placement.state, found)
@@ -68,9 +70,9 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     if fake_mode is None:
         return Verdict("its example value is not a fake tensor")
     state = c.placement.state
-    if strict and not comes_with_torch(c.node.target) and _weights(c):
+    if strict and not comes_with_torch(c.node.target) and (weights := _weights(c)):
         # A user's rule may cast without eager's weight cache.
-        again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad)
+        again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad, weights)
         state = replace(state, cache_enabled=state.cache_enabled and not again)
 
     def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:
@@ -101,8 +103,28 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return Verdict(None, expanded=True)
     # It stays under autocast. May it at least read the weight casts that other calls read?
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
-    shareable = difference(eager, watch(given, state), "ops") is None
-    return Verdict(reason, shared if shareable else ())
+    if difference(eager, watch(given, state), "ops") is None:
+        return Verdict(reason, shared)
+    within = _finds_its_casts(c, given, state, fake_mode, eager)
+    return Verdict(reason, shared if within else (), within=within)
+
+
+def _finds_its_casts(
+    c: Candidate, given: Recipe, state: AutocastState, fake_mode: Any, eager: Observation
+) -> bool:
+    """Whether a call does what it does under eager autocast, but for the casts of weights, if it
+    finds these."""
+    if not given or c.node.op != "call_function":
+        return False
+    values = [n.meta.get("example_value") for n in tensor_arguments(c.node)]
+    weights = {id(values[i]) for i, _ in given.casts}
+    within = replace(given, within=True)
+    with observing(fake_mode), torch.set_grad_enabled(c.grad), disable_autocast():
+        call = recipes.apply(within, c.node, lambda i, _: values[i], recipes.run)
+    ours = observe(lambda: recipes.run(*call), state, fake_mode, c.grad, state.cache_enabled)
+    if isinstance(ours, Failed) or weights & ours.cast_to.keys():
+        return False
+    return difference(eager, replace(ours, casts=ours.casts + len(weights)), "ops") is None
 
 
 def treats(c: Candidate, fake_mode: Any, validate: str, known: dict[str, bool]) -> bool:
@@ -124,9 +146,10 @@ def treats(c: Candidate, fake_mode: Any, validate: str, known: dict[str, bool]) 
     return known[key]
 
 
-def _weights(c: Candidate) -> list[fx.Node]:
-    """The arguments whose cast eager autocast would cache."""
-    return [n for n in tensor_arguments(c.node) if _is_cached(n, c.placement.state)]
+def _weights(c: Candidate) -> list[torch.Tensor]:
+    """The values of arguments whose cast eager autocast would cache."""
+    state = c.placement.state
+    return [n.meta["example_value"] for n in tensor_arguments(c.node) if _is_cached(n, state)]
 
 
 def _casts_seen(

@@ -19,6 +19,7 @@ from .._torch.ops import OpOverload, arguments_of
 from ..policies.table import COMPOSITES, Policy, find_policy, op_name
 from ..state import AutocastState, DeviceAutocast
 from .expansions import EXPANSIONS, Caller
+from .given import finding_casts
 
 _SMART, _ATEN = torch.ops.smart_autocast, torch.ops.aten
 FULL = _SMART.autocast_to_full_precision.default
@@ -71,6 +72,7 @@ class Recipe:
         with_dtype: the overload to call instead, with `full_precision_dtype` of its first argument;
             where it needs a dtype, with that argument's own if it is not to be float32.
         expansion: the name of the expansion that replaces the call.
+        within: whether the call gets the arguments as they are, and finds the casts (given.py).
         direct: whether the policy op gets the arguments themselves. A composite may give it a view
             instead, whose cast eager autocast does not cache.
     """
@@ -80,6 +82,7 @@ class Recipe:
     with_dtype: OpOverload | None = None
     direct: bool = True
     expansion: str | None = None
+    within: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.casts or self.promoted or self.with_dtype or self.expansion)
@@ -232,6 +235,7 @@ def apply(
             nodes it adds it to the graph.
     """
     values = [leaf(i, n) for i, n in enumerate(tensor_arguments(node))]
+    before = list(values)
     for i, cast in recipe.casts:
         values[i] = call(cast.op, (values[i], *cast.args), cast.kwargs)
     for group, device_type in recipe.promoted:
@@ -239,8 +243,11 @@ def apply(
         wide = call(_SMART.promote.default, ([values[i] for i in group],), limit)
         for position, i in enumerate(group):
             values[i] = call(operator.getitem, (wide, position), {})
-    remaining: Iterator[Any] = iter(values)
+    remaining: Iterator[Any] = iter(before if recipe.within else values)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(remaining))
+    if recipe.within:
+        weights, casts = [before[i] for i, _ in recipe.casts], [values[i] for i, _ in recipe.casts]
+        return finding_casts(node.target), (weights, casts, *args), kwargs
     if recipe.expansion is not None:
         first = example_value(tensor_arguments(node)[0])
         return EXPANSIONS[recipe.expansion](Caller(call, first.dim()), *args, **kwargs)

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,9 +50,10 @@ class Writer:
         """Rewrite every candidate, bracket those that were refused, and drop the region nodes."""
         for c in self.plan.candidates:
             if c.refused is not None:
-                # In eager, these casts come from the cache; a bracket is traced without one.
+                # In eager, these casts come from the cache; AOTAutograd's weights are no leaves.
                 weights = [(i, Policy.LOWER_PRECISION_FP) for i in c.shared]
-                self._rewrite(c, recipes.of_casts(c.node, c.placement.state, weights))
+                recipe = recipes.of_casts(c.node, c.placement.state, weights)
+                self._rewrite(c, replace(recipe, within=c.shared_within))
                 self.report.bracketed.append(_bracketed(c))
             elif c.recipe:
                 self._rewrite(c, c.recipe)
@@ -167,10 +169,11 @@ class Writer:
         return node
 
     def _bracket(self, run: list[Candidate]) -> None:
+        # AOTAutograd traces with the weight cache off; but a call may cast a leaf of its own twice,
+        # of `torch.func.grad` for one. What the cache keeps is freed with the outermost context:
+        # tensors of the trace, which nothing else will ask for.
         state = run[0].placement.state
-        # None: as it is around. AOTAutograd traces with the weight cache off, because the tensors
-        # it would keep belong to the trace; a bracket must not switch it on again.
-        cache = None if state.cache_enabled else False
+        cache = state.cache_enabled
         with self.graph.inserting_before(run[0].node):
             entered = [
                 self.graph.call_function(enter_autocast, (d.device_type, d.dtype, True, cache))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -252,13 +252,15 @@ def op_name(node: fx.Node) -> str | None:
     what calls no op. A name is a claim that validation checks, not a promise."""
     if node.op == "call_method":
         return _plain(str(node.target))
-    if node.op != "call_function":
-        return None
-    target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    if is_dispatched(target):
-        name, overload = op_name_of(target)
+    return name_of(node.target) if node.op == "call_function" else None
+
+
+def name_of(function: Any) -> str:
+    """The ATen name a function stands for, as `op_name` has it; empty for other libraries' ops."""
+    if is_dispatched(function):
+        name, overload = op_name_of(function)
         return _aten(name) and _aten(name) + (f".{overload}" if overload else "")
-    return _plain(getattr(target, "__name__", ""))
+    return _plain(getattr(function, "__name__", ""))
 
 
 def _aten(qualified: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -142,9 +142,19 @@ def observe(
     return Observation(dtypes_of(value), _shapes(value), events, casts, recorder.cast_to)
 
 
-def casts_again(call: Callable[[], Any], state: AutocastState, fake_mode: Any, grad: bool) -> bool:
+def casts_again(
+    call: Callable[[], Any],
+    state: AutocastState,
+    fake_mode: Any,
+    grad: bool,
+    weights: Collection[torch.Tensor] | None = None,
+) -> bool:
     """Whether a second call casts a weight again that the first one cast, with eager's weight cache
-    on: so do rules of `torch.library.register_autocast`, and a `Tensor.to` inside the call."""
+    on: so do rules of `torch.library.register_autocast`, and a `Tensor.to` inside the call.
+
+    Args:
+        weights: those that count; None for all, leaves that the call itself makes as well.
+    """
     recorder = _Recorder(weight_cache=True)
 
     def twice() -> None:
@@ -154,7 +164,8 @@ def casts_again(call: Callable[[], Any], state: AutocastState, fake_mode: Any, g
                 call()
 
     observe(twice, state, fake_mode, grad)
-    return any(len(key) == 1 for key in recorder.casts)
+    known = None if weights is None else {id(w) for w in weights}
+    return any(len(key) == 1 and (known is None or key[0] in known) for key in recorder.casts)
 
 
 def observed(value: Any) -> Observation:

@@ -45,6 +45,7 @@ class Verdict:
         order: numbers of the arguments in the order in which eager casts them, where one tensor is
             several arguments.
         expanded: whether the call is to be written out (expansions.py).
+        within: whether the call is to find the shared casts inside (given.py).
     """
 
     reason: str | None = None
@@ -52,6 +53,7 @@ class Verdict:
     found: tuple[tuple[int, str], ...] | None = None
     order: tuple[int, ...] = ()
     expanded: bool = False
+    within: bool = False
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
@@ -101,7 +103,10 @@ class Verdicts:
         if not self._unsaved or self._path is None:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
-        rows = {k: [v.reason, v.shared, v.found, v.order, v.expanded] for k, v in stable.items()}
+        rows = {
+            k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within]
+            for k, v in stable.items()
+        }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside its final place and renamed, so that a reader never sees half a file.
         handle, temporary = tempfile.mkstemp(dir=self._path.parent)
@@ -132,9 +137,10 @@ def _verdict(
     found: list[list[Any]] | None,
     order: list[int],
     expanded: bool,
+    within: bool,
 ) -> Verdict:
     casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
-    return Verdict(reason, tuple(shared), casts, tuple(order), expanded)
+    return Verdict(reason, tuple(shared), casts, tuple(order), expanded, within)
 
 
 def _path(keys: list[str]) -> Path | None:
