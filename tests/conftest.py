@@ -15,7 +15,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--programs",
         type=int,
         metavar="N",
-        help="try N random programs, new ones each time (tests/conformance/test_programs.py)",
+        help="try N random programs, new ones each time (tests/conformance/test_programs.py), and "
+        "N random trainings (tests/weights/test_random_trainings.py)",
     )
     parser.addoption(
         "--region-dtype",
