@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def pass_through_error() -> type[Exception]:
@@ -46,6 +49,23 @@ def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     what it has returned itself."""
     if getattr(fn, "_compiled_call_impl", None) is not None:
         return fn._call_impl  # type: ignore[attr-defined]
+    return fn
+
+
+def never_traced(fn: _F) -> _F:
+    """Have Dynamo leave a function alone, and what it calls. Where a compiled function calls
+    `loss.backward()`, Dynamo would compile each Python function the autograd engine comes to.
+
+    `torch.compiler.disable` wraps the function for that, which costs a microsecond at each call.
+    """
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
+
+    code: CodeType = fn.__code__
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fn
 
 

@@ -35,7 +35,7 @@ from .._torch.aot import (
 )
 from .._torch.autocast import any_autocast_enabled, disable_autocast
 from .._torch.configs import compile_configs
-from .._torch.dynamo import compile_lock, counters
+from .._torch.dynamo import compile_lock, counters, never_traced
 from .._torch.fake_tensors import fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from ..graphs import copy_graph
@@ -168,6 +168,7 @@ class Backward:
         device_types = self._region.device_types
         training.state_for_compiled_autograd = lambda: current_key(device_types)
 
+    @never_traced
     def _compile_first(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Stands in for the inner backward compiler: the first backward calls it."""
         assert self._compile is not None
@@ -181,6 +182,7 @@ class Backward:
         if not self._assumed:
             codes[()] = self._off
 
+        @never_traced
         @functools.wraps(code)
         def run(args: list[Any]) -> Any:
             if not any_autocast_enabled():

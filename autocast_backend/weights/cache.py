@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._torch.dynamo import never_traced
 from .._torch.tensors import has_other_holders, is_captured, is_fake
 from ..ops import multi_cast
 from .scope import Scope, current_scope, last_scope
@@ -309,6 +310,7 @@ class _Traced(torch.autograd.Function):
         return cast.detach()
 
     @staticmethod
+    @never_traced
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return (None if grad is None else grad.to(ctx.dtype)), None
 
@@ -328,7 +330,9 @@ def _traced(
 @functools.cache
 def _watch_optimizers() -> None:
     """Learn of every optimizer step from now on, whatever the optimizer writes with."""
-    register_optimizer_step_post_hook(_after_step)
+    # Where `optimizer.step` is compiled, Dynamo would trace the hook as well.
+    hook = torch.compiler.disable(_after_step, reason="it knows all casts of weights")
+    register_optimizer_step_post_hook(hook)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
