@@ -89,11 +89,15 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
         OptionValueError: an unknown option or value, with the nearest valid name.
         OptionTypeError: a value of the wrong type.
     """
+    if not isinstance(options, Mapping | None):
+        raise OptionTypeError(
+            f'options: expected a dict, such as {{"inner": "aot_eager"}}; got {options!r}'
+        )
     given = dict(options or {})
     names = [f.name for f in fields(Options)]
     for name in given:
         if name not in names:
-            raise OptionValueError(f"unknown option {name!r}; expected {nearest(name, names)}")
+            raise OptionValueError(f"unknown option {name!r}; {_instead(name, names)}")
     given["inner"] = _check_inner(given.get("inner", Options.inner))
     given["autocast"] = _check_autocast("autocast", given.get("autocast"), "None")
     given["backward_pass_autocast"] = _check_backward(
@@ -108,6 +112,13 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
         given[name] = _check_choice(name, given.get(name, getattr(Options, name)), known)
     given["inductor"] = _check_inductor(given.get("inductor", {}), mode, given["inner"])
     return Options(**given)
+
+
+def _instead(name: Any, names: list[str]) -> str:
+    """What may have been meant by an unknown option."""
+    if str(name).replace("-", "_") in inductor_config_names():
+        return f'Inductor\'s configs are an option of their own: {{"inductor": {{{name!r}: ...}}}}'
+    return f"expected {nearest(str(name), names)}"
 
 
 def _check_inner(inner: Any) -> str | Callable[..., Any]:
@@ -166,7 +177,9 @@ def _check_backward(given: Any) -> str | tuple[Mapping[str, Any], ...]:
 
 def _check_choice(name: str, given: Any, known: tuple[str, ...]) -> str:
     if not isinstance(given, str):
-        raise OptionTypeError(f"option {name!r}: expected a string; got {given!r}")
+        raise OptionTypeError(
+            f"option {name!r}: expected one of {', '.join(map(repr, known))}; got {given!r}"
+        )
     if given not in known:
         raise OptionValueError(
             f"option {name!r}: unknown value {given!r}; expected {nearest(given, known)}"
