@@ -212,9 +212,9 @@ def _tell(graph_module: fx.GraphModule, context: Context) -> None:
     counted["overridden"] += report.overridden
     counted["casts"] += report.casts
     counted["checked"] += report.checked
+    log.info("under %s: %s", context.ambient, report)
     if not report.nodes:
         return
-    log.info("under %s: %s", context.ambient, report)
     for _, alike in itertools.groupby(report.bracketed, lambda bracketed: bracketed.reason):
         first, *rest = alike
         also = f" (and {len(rest)} calls after it)" if rest else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -282,3 +283,41 @@ def test_regions_cut_by_ddps_graph_splits(one_process_group: None, ambient: bool
     assert counters["graphs"] > 1
     assert counters["lowered"] >= 4
     assert_same_bits(actual, expected)
+
+
+class Own(nn.Module):
+    """A container of PyTorch's is not compiled in place, with any backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_compiled_in_place_before_a_trainer_puts_autocast_around_its_forward() -> None:
+    """As accelerate does, after `Module.compile`: Dynamo finds the new forward."""
+
+    def losses_and_weights(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Own()
+        if compiled:
+            model.compile(backend="smart_autocast", options={"inner": "aot_eager"})
+        with_autocast = torch.autocast(**BF16)(type(model).forward)
+        model.forward = MethodType(with_autocast, model)  # type: ignore[method-assign]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.randn(4, 8)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *model.parameters()]
+
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["smart_autocast"]
+    counted.clear()
+    assert_same_bits(losses_and_weights(compiled=True), losses_and_weights(compiled=False))
+    assert counted["lowered"] == 2

@@ -55,6 +55,11 @@ def test_every_cast_is_in_the_line_that_it_is_made_for() -> None:
     assert report.to_html().count("<tr class=") == 3
 
 
+def test_without_autocast_the_report_says_so() -> None:
+    report = explain(Model())(torch.randn(3, 4))
+    assert str(report).endswith("under off: no call stands inside of an autocast region")
+
+
 def test_what_stays_under_autocast_says_why() -> None:
     with torch.autocast(**BF16):
         (graph,) = explain(lambda x: torch.linalg.matrix_power(x, 2))(torch.eye(2)).graphs

@@ -95,6 +95,8 @@ class Report:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     def __str__(self) -> str:
+        if not self.nodes and not self.overridden:
+            return "no call stands inside of an autocast region"
         return (
             f"{self.lowered} nodes lowered, {self.untouched} untouched, "
             f"{len(self.bracketed)} bracketed; {self.casts} casts, "
