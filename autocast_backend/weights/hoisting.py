@@ -214,14 +214,43 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
     if not weight.requires_grad:
         return None
     others = [user for user in node.users if user not in casts]
-    terms = len(others) + sum(cast.meta["example_value"].requires_grad for cast in casts)
-    if terms > 2 or any(_hands_on(user, weight) for user in others):
+    if not others:
+        return None
+    terms = sum(cast.meta["example_value"].requires_grad for cast in casts)
+    if any(_hands_on(user, weight) for user in others) or (
+        terms + sum(_terms(user, weight) for user in others) > 2
+    ):
         return "read without a cast, too, its gradients would add up in another order"
     return None
 
 
+def _terms(reader: fx.Node, weight: torch.Tensor) -> int:
+    """How many gradients a call hands to a weight: one for each time it reads it, and inside of
+    `w @ w` or `F.normalize(w)` that is twice."""
+    before = {value.grad_fn for n in reader.all_input_nodes for value in _tensors(n)}
+    calls = [value.grad_fn for value in _tensors(reader)]
+    seen: set[Any] = set()
+    terms = 0
+    while calls:
+        call = calls.pop()
+        if call is None or call in before or call in seen:
+            continue
+        seen.add(call)
+        for earlier, _ in call.next_functions:
+            if getattr(earlier, "variable", None) is weight:
+                terms += 1
+            else:
+                calls.append(earlier)
+    return terms
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
-    """Whether a call may read a weight several times, or gives it to other readers."""
+    """Whether nobody knows how often a call reads a weight, or it gives it to other readers."""
     if is_higher_order_op(reader.target) or "example_value" not in reader.meta:
         return True  # without: a cast inside a torch.func transform
     storage = weight.untyped_storage()._cdata

@@ -175,6 +175,27 @@ def test_a_weight_that_is_read_without_a_cast_too() -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
 
 
+@pytest.mark.parametrize("read", [lambda w: w @ w, nn.functional.normalize])
+def test_a_weight_that_one_call_reads_twice_without_a_cast(read: Any) -> None:
+    """Two gradients from one call, and one from the cast: a sum that depends on their order."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with bf16(enabled=False):
+            y = read(w)
+        return x @ w + w @ (y @ w)
+
+    def run(**arguments: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+        x, w = data(8, 8), data(8, 8).mul(0.3).requires_grad_()
+        with bf16():
+            loss = torch.compile(function, **arguments)(x, w).float().square().mean()
+        loss.backward()
+        return w.grad
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 0
+
+
 def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
     """The weight changes between forward and backward; the input's gradient is of the forward."""
     model, x = make(Plain), data(3, 8).requires_grad_()
