@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .hooks import saved_tensor_hooks_off
+
 
 def fake_mode_of(values: Iterable[Any]) -> Any | None:
     """The FakeTensorMode of the first fake tensor among `values`, wrapper subclasses included.
@@ -29,12 +31,13 @@ def fake_mode_of(values: Iterable[Any]) -> Any | None:
 @contextlib.contextmanager
 def observing(fake_mode: Any) -> Iterator[None]:
     """Run ops on fake tensors without leaving a trace in the compilation: no guard is added and the
-    unbacked symbols of data-dependent ops are forgotten."""
+    unbacked symbols of data-dependent ops are forgotten. Nor does a user's hook see them."""
     with contextlib.ExitStack() as stack:
         shape_env = fake_mode.shape_env
         if shape_env is not None:
             stack.enter_context(shape_env.suppress_guards())
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(saved_tensor_hooks_off())
         stack.enter_context(fake_mode)
         yield
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -21,6 +22,17 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 # Neither in `meta`, which is emptied before AOTAutograd's cache writes a graph to disk, nor a child
 # module, of which reading it keeps those that the graph calls.
 _UNPACKING = "_smart_autocast_unpacking"
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks_off() -> Iterator[None]:
+    """Have no saved-tensor hook called, as while AOTAutograd traces. There is one around everything
+    that a non-reentrant checkpoint runs, which counts the tensors that are saved."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def inlined_hooks() -> Hooks | None:

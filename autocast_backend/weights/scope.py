@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch.aot import in_dispatch_mode, outside_of_modes
+from .._torch.hooks import saved_tensor_hooks_off
 
 
 class Contents:
@@ -90,7 +91,8 @@ def _cast_into_cache() -> Tensor:
         with outside_of_modes(), torch.inference_mode(False):
             return _cast_into_cache()
     on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    with torch.enable_grad():
+    # A hook would be given another tensor than the one in the cache.
+    with torch.enable_grad(), saved_tensor_hooks_off():
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.bfloat16)
         try:

@@ -1,0 +1,90 @@
+"""Saved-tensor hooks around compiled code: they see what eager autograd saves, and nothing else.
+
+A non-reentrant checkpoint puts such hooks around all that it runs, and raises where its second run
+saves another number of tensors than the first, which compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import assert_same_bits
+
+from .support import STOCK, bf16, casts_made, data, ours
+
+
+class Block(nn.Module):
+    """Of sizes that no other test has, so that no verdict about its calls is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(19), nn.Linear(19, 23), nn.Linear(23, 19)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compilations() -> Any:
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
+def test_a_call_saves_as_many_tensors_as_with_stock() -> None:
+    def saved(**arguments: Any) -> list[int]:
+        torch.manual_seed(0)
+        compiled = torch.compile(Block(), **arguments)
+        seen: list[Any] = []
+        counts = []
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda _: None), bf16():
+                compiled(data(3, 19))
+            counts.append(len(seen))
+            seen.clear()
+        return counts
+
+    first, second = saved(**STOCK)
+    assert first == second > 0
+    assert saved(**ours()) == [first, second]
+
+
+def test_calls_inside_of_hooks_share_a_scope() -> None:
+    compiled = torch.compile(Block(), **ours())
+
+    def twice() -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with hooks, bf16():
+            compiled(data(3, 19))
+            compiled(data(3, 19))
+
+    assert casts_made(twice) == 4  # two weights, two biases
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_compiled_blocks_in_a_checkpoint(inside: bool) -> None:
+    """The backward `inside` of the context finds the casts that the forward has made."""
+
+    def gradients(compiled: bool) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block() for _ in range(2))
+        for block in blocks if compiled else []:
+            block.compile(**ours())
+        with bf16():
+            x = data(3, 19)
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            loss = x.square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [loss, *(p.grad for p in blocks.parameters())]
+
+    assert_same_bits(gradients(compiled=True), gradients(compiled=False))
