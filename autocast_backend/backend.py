@@ -23,6 +23,7 @@ from ._torch.dynamo import (
     timed,
 )
 from ._torch.fake_tensors import fake_inputs
+from ._torch.kernels import kernels_opened
 from .backward.region import Assumption, Region
 from .graphs import is_recorded
 from .lowering.lower import Context, lower
@@ -112,6 +113,7 @@ def smart_autocast(
                 stack.enter_context(training_graphs(region.follow_autocast))
                 stack.enter_context(backward_traced_off(region.keep_in_backward))
             stack.enter_context(outside_of_contexts())
+            stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)
         if report.bracketed:
             compiled = _putting_right_after_errors(compiled, now)

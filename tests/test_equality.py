@@ -220,33 +220,6 @@ def test_bits_of_outputs_gradients_and_buffers(name: str) -> None:
         assert_same_bits(actual[what], values, f"{name} {what}")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.bilinear(x, x, torch.ones(3, 8, 8)),
-        lambda x: torch.linalg.pinv(x),
-        lambda x: F.affine_grid(x[:, :6].view(4, 2, 3), [4, 1, 4, 4]),
-    ],
-    ids=["bilinear", "pinv", "affine_grid"],
-)
-def test_known_differences(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """DESIGN.md lists them: kernels that call an autocast op inside one ATen op, which AOTAutograd
-    captures whole. The day this fails, the list gets shorter."""
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(**BF16):
-            return function(x)
-
-    results = []
-    for arguments in ({"backend": "eager"}, AOT_EAGER, {"backend": "aot_eager"}):
-        torch._dynamo.reset()
-        results.append(torch.compile(region, **arguments)(_x()))
-    eager, ours, stock = results
-    assert_same_bits(ours, stock)
-    with pytest.raises(AssertionError):
-        assert_same_bits(ours, eager)
-
-
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_fast_path_of_transformer_layers_is_a_known_difference(fast: bool) -> None:
     """One ATen op for the whole layer, on the CPU. DESIGN.md names what helps."""

@@ -13,6 +13,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 __all__ = [
     "any_autocast_enabled",
     "autocast_device_types",
+    "autocast_key",
     "autocast_registrations",
     "disable_autocast",
     "dispatched_ops",
@@ -30,7 +31,7 @@ def autocast_device_types() -> tuple[str, ...]:
 
 def autocast_registrations(device_type: str) -> list[str]:
     """The dispatcher's own list of ops with an autocast kernel, as `aten::name.overload`."""
-    return torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type))
+    return torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
 
 
 def dispatched_ops() -> frozenset[str]:
@@ -54,12 +55,12 @@ def any_autocast_enabled() -> bool:
 def has_autocast_kernel(op: torch._ops.OpOverload, device_types: Iterable[str]) -> bool:
     """Whether autocast does something of its own for `op`: PyTorch's rules, registered ones too."""
     return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _autocast_key(d))
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), autocast_key(d))
         for d in device_types
     )
 
 
-def _autocast_key(device_type: str) -> str:
+def autocast_key(device_type: str) -> str:
     """The dispatch key of autocast; "privateuseone" and the names given to it share one."""
     named = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "ipu", "hpu", "xla")
     return f"Autocast{device_type.upper() if device_type in named else 'PrivateUse1'}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .hooks import saved_tensor_hooks_off
+from .kernels import kernels_opened
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any | None:
@@ -31,8 +32,10 @@ def fake_mode_of(values: Iterable[Any]) -> Any | None:
 @contextlib.contextmanager
 def observing(fake_mode: Any) -> Iterator[None]:
     """Run ops on fake tensors without leaving a trace in the compilation: no guard is added and the
-    unbacked symbols of data-dependent ops are forgotten. Nor does a user's hook see them."""
+    unbacked symbols of data-dependent ops are forgotten. Nor does a user's hook see them. What
+    autocast does inside of kernels is to be seen."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(kernels_opened())
         shape_env = fake_mode.shape_env
         if shape_env is not None:
             stack.enter_context(shape_env.suppress_guards())

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .._torch.autocast import has_autocast_kernel
 from .._torch.dynamo import is_higher_order_op
+from .._torch.kernels import calls_others
 from .._torch.ops import OpOverload, is_dispatched
 
 
@@ -113,9 +114,9 @@ def is_plain(forward: fx.GraphModule) -> bool:
 
 
 def autocast_acts_on(node: fx.Node, device_types: Sequence[str]) -> bool:
-    """Whether autocast has a kernel for the op that was called, before it was decomposed, or it is
-    a higher-order op, whose body may call one."""
+    """Whether autocast has a kernel for the op that was called, before it was decomposed, or for
+    one that its own kernel calls; or it is a higher-order op, whose body may call one."""
     op = node.meta.get("original_aten") or node.target
     if isinstance(op, OpOverload):
-        return has_autocast_kernel(op, device_types)
+        return has_autocast_kernel(op, device_types) or calls_others(op, device_types)
     return is_higher_order_op(op)

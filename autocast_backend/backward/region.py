@@ -38,6 +38,7 @@ from .._torch.configs import compile_configs
 from .._torch.dynamo import compile_lock, counters, never_traced
 from .._torch.fake_tensors import fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
+from .._torch.kernels import kernels_opened
 from ..graphs import copy_graph
 from ..guards import ShapeGuards
 from ..state import AutocastState, outside_of_contexts, put_right_after_errors
@@ -137,6 +138,7 @@ class Region:
         with contextlib.ExitStack() as stack:
             stack.enter_context(outside_of_modes())
             stack.enter_context(outside_of_contexts())
+            stack.enter_context(kernels_opened())
             stack.enter_context(self.configs())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             return trace_joint_graph(self.compile_graph, graph_module, self.inputs, regions(key))

@@ -21,17 +21,20 @@ calls, which eager autocast does not change either.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from .._torch.fake_tensors import fake_mode_of
+from .._torch.kernels import kernels_opened
 from ..policies.overrides import Overrides
 from ..regions import AMBIENT, Placement, is_region_node
 from ..reports.report import Report
 from ..state import AutocastState
 from .other_dtypes import judge_other_dtypes
-from .planning import Overridden, plan_graph
+from .planning import Candidate, Overridden, Plan, plan_graph
+from .propagate import propagate
 from .proving import judge
 from .transforms import judge_transforms
 from .writing import Writer
@@ -76,6 +79,30 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if context.ambient.enabled_devices or any(map(is_region_node, graph_module.graph.nodes)):
         _check_example_values(graph_module)
     report = context.report
+    with kernels_opened():
+        plans, fake_mode = _settled(graph_module, context)
+    with report.timed("lowering"):
+        writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
+        for writer in writers.values():
+            writer.write()
+        for writer in writers.values():
+            writer.share_with_bodies(writers)
+    return graph_module
+
+
+def _settled(graph_module: fx.GraphModule, context: Context) -> tuple[list[Plan], Any]:
+    """What is to become of every call, and the fake mode of the graph's values."""
+    plans, candidates, fake_mode = _judged(graph_module, context)
+    if any(c.stale for c in candidates):
+        propagate(graph_module, context)
+        plans, _, fake_mode = _judged(graph_module, context)
+    return plans, fake_mode
+
+
+def _judged(
+    graph_module: fx.GraphModule, context: Context
+) -> tuple[list[Plan], list[Candidate], Any]:
+    report = context.report
     with report.timed("regions"):
         outside = context.outside
         plans = list(plan_graph(graph_module, outside, torch.is_grad_enabled(), context.overridden))
@@ -87,13 +114,7 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
             judge_transforms(candidates, fake_mode)
         if context.other_dtypes:
             judge_other_dtypes(candidates, fake_mode)
-    with report.timed("lowering"):
-        writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
-        for writer in writers.values():
-            writer.write()
-        for writer in writers.values():
-            writer.share_with_bodies(writers)
-    return graph_module
+    return plans, candidates, fake_mode
 
 
 def _check_example_values(module: fx.GraphModule) -> None:

@@ -41,6 +41,7 @@ class Candidate:
         in_transform: whether it stands inside a `torch.func` transform, so that example values are
             of no use.
         overridden: whether the recipe is a user's wish, which autocast does not judge.
+        stale: whether eager autocast was seen to give another dtype than the example value has.
     """
 
     node: fx.Node
@@ -54,6 +55,7 @@ class Candidate:
     shared_before: fx.Node | None = None
     in_transform: bool = False
     overridden: bool = False
+    stale: bool = False
 
 
 @dataclass

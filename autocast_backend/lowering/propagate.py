@@ -4,11 +4,14 @@ Dynamo traced the graph without that region and without overrides, so `meta["exa
 what eager gives without them. This pass runs the graph on fake tensors with them, writes down what
 it gives, and notes in the context what becomes of the calls that are overridden. The graph itself
 is not changed.
+
+It runs as well where Dynamo is mistaken about eager: `F.affine_grid` gives bfloat16 under autocast,
+and on fake tensors float32 (_torch/kernels.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -25,9 +28,11 @@ from ..policies.overrides import PolicyError
 from ..regions import Placement, find_regions, is_region_node
 from . import recipes
 from .bodies import APART, STALE, Bodies
-from .lower import Context
 from .overriding import Overrider, call_name
 from .planning import refusal
+
+if TYPE_CHECKING:
+    from .lower import Context
 
 
 def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:

@@ -20,6 +20,7 @@ from ..validation.compare import (
     Observation,
     casts_again,
     difference,
+    dtypes_of,
     is_weight,
     observe,
     observed,
@@ -55,6 +56,7 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
             report.checked += 1
         c.refused, c.shared = verdict.reason, verdict.shared
         c.shared_within = verdict.within
+        c.stale = verdict.stale
         if verdict.found is not None:
             found = [(i, Policy(name)) for i, name in verdict.found]
             c.recipe = recipes.of_casts(c.node, c.placement.state, found)
@@ -103,10 +105,11 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return Verdict(None, expanded=True)
     # It stays under autocast. May it at least read the weight casts that other calls read?
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
+    stale = eager.dtypes != dtypes_of(c.node.meta.get("example_value"))
     if difference(eager, watch(given, state), "ops") is None:
-        return Verdict(reason, shared)
+        return Verdict(reason, shared, stale=stale)
     within = _finds_its_casts(c, given, state, fake_mode, eager)
-    return Verdict(reason, shared if within else (), within=within)
+    return Verdict(reason, shared if within else (), within=within, stale=stale)
 
 
 def _finds_its_casts(

@@ -175,8 +175,15 @@ class Writer:
         state = run[0].placement.state
         cache = state.cache_enabled
         with self.graph.inserting_before(run[0].node):
+            # Named, because AOTAutograd's cache knows a graph by its names: stock's graph may be
+            # the same but for them, and what stock makes of it is not (_torch/kernels.py).
             entered = [
-                self.graph.call_function(enter_autocast, (d.device_type, d.dtype, True, cache))
+                self.graph.create_node(
+                    "call_function",
+                    enter_autocast,
+                    (d.device_type, d.dtype, True, cache),
+                    name="bracket",
+                )
                 for d in state.enabled_devices
             ]
         at = run[-1].node

@@ -46,6 +46,7 @@ class Verdict:
             several arguments.
         expanded: whether the call is to be written out (expansions.py).
         within: whether the call is to find the shared casts inside (given.py).
+        stale: whether eager gives another dtype than the example value has.
     """
 
     reason: str | None = None
@@ -54,6 +55,7 @@ class Verdict:
     order: tuple[int, ...] = ()
     expanded: bool = False
     within: bool = False
+    stale: bool = False
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
@@ -104,7 +106,7 @@ class Verdicts:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
         rows = {
-            k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within]
+            k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within, v.stale]
             for k, v in stable.items()
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,9 +140,10 @@ def _verdict(
     order: list[int],
     expanded: bool,
     within: bool,
+    stale: bool,
 ) -> Verdict:
     casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
-    return Verdict(reason, tuple(shared), casts, tuple(order), expanded, within)
+    return Verdict(reason, tuple(shared), casts, tuple(order), expanded, within, stale)
 
 
 def _path(keys: list[str]) -> Path | None:

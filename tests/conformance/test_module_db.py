@@ -143,6 +143,4 @@ DIFFERENT_IN_STOCK = {
     "nn_InstanceNorm3d",
     "nn_MultiLabelMarginLoss",
     "nn_MultiMarginLoss",
-    # a kernel with an autocast op inside (DESIGN.md)
-    "nn_Bilinear",
 }

@@ -143,6 +143,4 @@ DIFFERENT_IN_STOCK = {
     "nn.functional.interpolate.trilinear",
     "nn.functional.upsample_bilinear",
     "qr",
-    # a kernel with an autocast op inside (DESIGN.md)
-    "nn.functional.bilinear",
 }

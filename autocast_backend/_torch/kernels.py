@@ -1,0 +1,179 @@
+"""ATen kernels that call ops which autocast has a rule for.
+
+    affine_grid_generator      autocast has no rule for it
+        bmm                    which its kernel calls, and eager autocast runs in bfloat16
+
+AOTAutograd captures such an op whole, below autograd, and what it captures runs with autocast off.
+So while we observe and while we compile, these ops are opened: under autocast, and only there, they
+become the calls that their own kernel makes, under that state. All who look below autograd - our
+observer, AOTAutograd's tracing of forward and backward, fake tensors - then see the same as eager.
+
+An op is opened between autocast and autograd, so its node in the autograd graph, and with it its
+backward, is the one that eager has. `_trilinear`, say, is what the backward of `_trilinear` calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from .autocast import autocast_device_types, autocast_key, disable_autocast, has_autocast_kernel
+
+OPENED = {
+    "_euclidean_dist": "matmul",
+    "_safe_softmax": "softmax.int",
+    "_scaled_mm": "mm",
+    "_trilinear": "bmm",
+    "affine_grid_generator": "bmm",
+    "ldexp.Tensor": "pow.Scalar",
+    "linalg_pinv.atol_rtol_tensor": "matmul",
+    "mvlgamma": "sum.dim_IntList",
+}
+"""Ops of ATen that autocast has no rule for, and the op inside of their kernel that it has one for,
+on some device types. Left out is what every device type has a kernel of its own for
+(`native_group_norm`)."""
+
+_COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+_here = threading.local()
+_lock = threading.Lock()
+_users = 0
+_library: torch.library.Library | None = None
+
+
+@contextlib.contextmanager
+def kernels_opened() -> Iterator[None]:
+    """Open the kernels of `OPENED` for what this thread does meanwhile.
+
+    The dispatcher, which is one for all threads, has a kernel of ours for them under autocast then.
+    Calls of other threads go on to PyTorch's.
+    """
+    global _users, _library
+    with _lock:
+        if _users == 0:
+            _library = torch.library.Library("aten", "IMPL")
+            for op, device_type, key in _openable():
+                kernel = _kernel(op, device_type, key)
+                _library.impl(op, kernel, autocast_key(device_type), with_keyset=True)
+        _users += 1
+    before = is_open()
+    _here.open = True
+    try:
+        yield
+    finally:
+        _here.open = before
+        with _lock:
+            _users -= 1
+            if _users == 0 and _library is not None:
+                _library._destroy()
+                _library = None
+
+
+def is_open() -> bool:
+    """Whether this thread is inside of `kernels_opened`."""
+    return getattr(_here, "open", False)
+
+
+def calls_others(op: OpOverload, device_types: Sequence[str]) -> bool:
+    """Whether autocast acts inside of an op on one of these device types."""
+    inner = OPENED.get(op.name().removeprefix("aten::"))
+    return inner is not None and has_autocast_kernel(_op(inner), device_types)
+
+
+def _openable() -> Iterator[tuple[OpOverload, str, str]]:
+    """The ops of `OPENED` that this version of torch has, each with the device types that have a
+    kernel of it to open, and the dispatch key of that kernel."""
+    for name, inner in OPENED.items():
+        op = _op(name)
+        for device_type in autocast_device_types() if op is not None else ():
+            acts = has_autocast_kernel(_op(inner), (device_type,))
+            key = _key_of_kernel(op, device_type) if acts else None
+            if key is not None and not has_autocast_kernel(op, (device_type,)):
+                yield op, device_type, key
+
+
+def _op(name: str) -> Any:
+    """An op of ATen by its name; None in a version of torch without it."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+def _key_of_kernel(op: OpOverload, device_type: str) -> str | None:
+    """The key of the kernel that calls other ops for tensors of a device type; None without one."""
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    own = autocast_key(device_type).removeprefix("Autocast")
+    if has(own):  # cuBLAS's `_scaled_mm` calls nothing; on the CPU it may be emulated
+        return own if device_type == "cpu" and _calls_mm_on_the_cpu(op) else None
+    return next(filter(has, _COMPOSITE), None)
+
+
+@functools.cache
+def _calls_mm_on_the_cpu(op: OpOverload) -> bool:
+    """Whether `_scaled_mm` of this processor is made of other ops: asked of the kernel itself,
+    because oneDNN's, which AMX has, reads memory that fake tensors do not have."""
+    seen: list[Any] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), Seen(), disable_autocast():  # type: ignore[no-untyped-call]
+        x, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+        seen.clear()
+        op._op_dk(torch._C.DispatchKey.CPU, x, x.t(), one, one)
+    return any(func.namespace == "aten" and "mm" in func.name() for func in seen)
+
+
+def _kernel(op: OpOverload, device_type: str, key: str) -> Callable[..., Any]:
+    """What the dispatcher calls for `op` where autocast is on for `device_type`."""
+    autocast = torch._C._dispatch_key_parse(autocast_key(device_type))
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_open() and not keyset.has(torch._C.DispatchKey.PythonDispatcher):
+            return op.redispatch(keyset.remove(autocast), *args, **kwargs)
+        on = [d for d in autocast_device_types() if torch.is_autocast_enabled(d)]
+        opening = _Opening(op, key, on) if is_open() else contextlib.nullcontext()
+        # As PyTorch's own kernels for autocast do: past all of its keys, then from the top.
+        with opening, disable_autocast():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+class _Opening(TorchDispatchMode):
+    """Makes the calls of an op's kernel in the place of the op, once autograd has seen it.
+
+    Args:
+        key: of the kernel.
+        on: the device types that autocast is on for.
+    """
+
+    def __init__(self, op: OpOverload, key: str, on: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._op = op
+        self._key = torch._C._dispatch_key_parse(key)
+        self._on = on
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is not self._op:
+            return func(*args, **(kwargs or {}))
+        # Kernels loop over sizes, so they take numbers.
+        args, kwargs = pytree.tree_map_only(torch.SymInt, int, (args, kwargs or {}))
+        try:
+            for device_type in self._on:
+                torch.set_autocast_enabled(device_type, True)
+            return func._op_dk(self._key, *args, **kwargs)
+        finally:
+            for device_type in self._on:
+                torch.set_autocast_enabled(device_type, False)

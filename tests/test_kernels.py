@@ -1,0 +1,215 @@
+"""Ops of ATen whose kernels call ops that autocast has a rule for (`_torch/kernels.py`): equal to
+eager, in the forward and in every state of the backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+
+from autocast_backend import export, lower_autocast
+from autocast_backend._torch import kernels
+from autocast_backend._torch.autocast import has_autocast_kernel
+from autocast_backend._torch.kernels import kernels_opened
+from autocast_backend.state import AutocastState
+from autocast_backend.validation import verdicts
+from tests.support import (
+    BF16,
+    FP16,
+    assert_same_bits,
+    capture,
+    graph_of,
+    lower_with_report,
+    targets,
+)
+
+OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, the shapes of its arguments, and whether eager's backward raises outside of
+    autocast, because it mixes dtypes there."""
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    eager_raises: bool = False
+
+
+CASES = {
+    "bilinear": Case(F.bilinear, ((5, 3), (5, 4), (6, 3, 4), (6,))),
+    "weight_twice": Case(lambda x, w: F.bilinear(x, x, w) @ w[0], ((5, 4), (4, 4, 4))),
+    "affine_grid": Case(lambda t: F.affine_grid(t, [4, 1, 5, 6], False) * 2, ((4, 2, 3),)),
+    "affine_grid_3d": Case(lambda t: F.affine_grid(t, [4, 1, 5, 6, 2], True), ((4, 3, 4),)),
+    "grid_sample": Case(
+        lambda t, x: F.grid_sample(x, F.affine_grid(t, [4, 1, 5, 6], False), align_corners=False),
+        ((4, 2, 3), (4, 1, 5, 6)),
+    ),
+    "pinv": Case(torch.linalg.pinv, ((5, 3),), eager_raises=True),
+    "euclidean_dist": Case(ATEN._euclidean_dist, ((30, 3), (30, 3)), eager_raises=True),
+}
+
+
+def in_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    def region(*args: Any) -> Any:
+        with torch.autocast(**BF16):
+            return function(*args)
+
+    return region
+
+
+def arguments(case: Case) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*s, generator=generator).requires_grad_() for s in case.shapes]
+
+
+def outcome(
+    case: Case, region: bool, backward: dict[str, Any] | None, **compiler: Any
+) -> list[torch.Tensor]:
+    """The output and the gradients of a call that is compiled, with the backward in a state."""
+    torch._dynamo.reset()
+    function = in_region(case.function) if region else case.function
+    inputs = arguments(case)
+    output = torch.compile(function, **compiler)(*inputs)
+    with torch.autocast(**(backward or BF16), enabled=backward is not None):
+        return [output, *torch.autograd.grad(output.float().square().sum(), inputs)]
+
+
+@pytest.mark.parametrize("region", [True, False], ids=["under", "outside"])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_in_every_state_of_the_backward(name: str, region: bool) -> None:
+    case, gradients = CASES[name], []
+    for backward in (None, BF16, FP16):
+        if region and case.eager_raises and backward is None:
+            continue
+        expected = outcome(case, region, backward, backend="eager")
+        assert_same_bits(outcome(case, region, backward, **OURS), expected, str(backward))
+        gradients.append(expected[1:])
+    same = [torch.equal(a, b) for a, b in zip(gradients[0], gradients[-1], strict=True)]
+    assert not all(same), "a case that shows nothing"
+
+
+def test_without_opening_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "OPENED", {})
+    monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: None)
+    verdicts.forget()
+    try:
+        for name in ("bilinear", "affine_grid", "pinv"):
+            expected = outcome(CASES[name], True, BF16, backend="eager")
+            ours = outcome(CASES[name], True, BF16, **OURS)
+            with pytest.raises(AssertionError):
+                assert_same_bits(ours, expected)
+    finally:
+        verdicts.forget()
+
+
+def test_example_values_are_eagers() -> None:
+    """On fake tensors `affine_grid` gives float32 under autocast. What reads it is lowered for the
+    bfloat16 that eager has."""
+
+    def function(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.affine_grid(t, [4, 1, 5, 6], False).view(4, -1), x])
+
+    case = Case(function, ((4, 2, 3), (2, 60)))
+    counters.clear()
+    expected = outcome(case, True, None, backend="eager")
+    assert_same_bits(outcome(case, True, None, **OURS), expected)
+    counted = counters["smart_autocast"]
+    assert (counted["bracketed"], counted["lowered"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "shapes", "bracketed"),
+    [
+        # Its own rule on CUDA switches autocast off inside.
+        (F.bilinear, torch.float32, ((5, 3), (5, 4), (6, 3, 4)), 0),
+        (torch.ldexp, torch.bfloat16, ((4,), (4,)), 1),  # calls pow
+        (lambda x: torch.mvlgamma(x, 2), torch.bfloat16, ((4,),), 1),  # calls lgamma, then sum
+        (lambda x: ATEN._safe_softmax(x, -1), torch.bfloat16, ((4, 4),), 1),
+        (torch.linalg.pinv, torch.float32, ((5, 3),), 1),
+    ],
+    ids=["bilinear", "ldexp", "mvlgamma", "safe_softmax", "pinv"],
+)
+def test_cuda(
+    function: Callable[..., Any],
+    dtype: torch.dtype,
+    shapes: tuple[tuple[int, ...], ...],
+    bracketed: int,
+) -> None:
+    state = AutocastState.of({"device_type": "cuda", "dtype": torch.bfloat16})
+    with FakeTensorMode(), kernels_opened():
+        inputs = [torch.empty(s, dtype=dtype, device="cuda") for s in shapes]
+        graph = graph_of(function, tuple(inputs), {}, state)
+    with torch.no_grad():
+        report = lower_with_report(graph, state)
+    assert (len(report.bracketed), report.lowered) == (bracketed, 1 - bracketed)
+
+
+def test_sizes_are_compiled_for_as_they_come() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(in_region(F.bilinear), dynamic=True, **OURS)
+    for batch in (5, 7):
+        inputs = [torch.randn(batch, 3), torch.randn(batch, 4), torch.randn(6, 3, 4)]
+        assert_same_bits(compiled(*inputs), in_region(F.bilinear)(*inputs))
+
+
+def test_a_graph_lowered_alone_keeps_its_bracket() -> None:
+    case = CASES["bilinear"]
+    inputs = arguments(case)
+    alone = lower_autocast(capture(case.function, *inputs), ambient=BF16)
+    assert targets(alone) == ["_enter_autocast", "bilinear", "_exit_autocast"]
+    assert_same_bits(alone(*inputs), (in_region(case.function)(*inputs),))
+
+
+def test_an_exported_program() -> None:
+    """What reads `affine_grid` is proved for the dtype that eager has there."""
+
+    class Model(torch.nn.Module):
+        def forward(self, t: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(**BF16):
+                return F.affine_grid(t, [4, 1, 5, 6], False).sum(-1) * 2
+
+    t = torch.randn(4, 2, 3)
+    program = export.lower(torch.export.export(Model(), (t,)))
+    assert_same_bits(program.module()(t), Model()(t))
+
+
+def test_the_dispatcher_is_as_it_was() -> None:
+    op = ATEN._trilinear.default
+    with kernels_opened():
+        assert has_autocast_kernel(op, ("cpu",))
+        with kernels_opened():
+            pass
+        assert has_autocast_kernel(op, ("cpu",))
+    assert not has_autocast_kernel(op, ("cpu",))
+
+
+def test_calls_of_other_threads_are_eagers() -> None:
+    case, found = CASES["bilinear"], []
+    inputs = arguments(case)
+    expected = in_region(case.function)(*inputs)
+    with kernels_opened():
+        thread = threading.Thread(target=lambda: found.append(in_region(case.function)(*inputs)))
+        thread.start()
+        thread.join()
+        here = in_region(case.function)(*inputs)
+    assert_same_bits(found, [expected])
+    assert_same_bits(here, expected)
+    assert not torch.equal(expected, case.function(*inputs))
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    case = CASES["affine_grid"]
+    expected = outcome(case, True, None, backend="eager")
+    actual = outcome(case, True, None, backend="smart_autocast")
+    assert actual[0].dtype is torch.bfloat16
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
