@@ -17,6 +17,7 @@ from torch import fx
 
 from .dynamo import compile_lock, counters, timed
 from .fake_tensors import fake_mode_of
+from .higher_order import gradients_as_eager
 from .hooks import unpacking_noted
 from .patches import replaced
 
@@ -271,6 +272,7 @@ def trace_joint_graph(
     counted = counters()["aot_autograd"].copy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
+        stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
         stack.enter_context(
             config.patch(

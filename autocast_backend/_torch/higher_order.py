@@ -1,0 +1,74 @@
+"""The gradients of `cond` and `map` under another autocast state than that of the forward.
+
+In eager mode, their backward traces a graph of the body, forward and backward, under the state of
+the forward, and then runs the ops of that graph one by one under the state that it finds itself in.
+When AOTAutograd traces them, the same functions of PyTorch do the same, but for two things that are
+put right here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .patches import replaced
+
+
+@contextlib.contextmanager
+def gradients_as_eager() -> Iterator[None]:
+    """Trace the gradients of `cond` and `map` as eager mode computes them.
+
+    - `backward_pass_autocast`, which says under which state a joint graph is traced, would hold for
+      the graphs inside of it too.
+    - The gradients of two branches need not have one dtype in eager mode: autocast acts on one of
+      them and not on the other, and autograd casts what comes out. A traced `cond` needs one, so
+      each branch casts its own.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("cond", "map"):
+            module = importlib.import_module(f"torch._higher_order_ops.{name}")
+            create = vars(module)["create_bw_fn"]
+            stack.enter_context(replaced(module, "create_bw_fn", _under_the_forwards(create)))
+            if name == "cond":
+                trace = vars(module)["materialize_as_graph"]
+                stack.enter_context(replaced(module, "materialize_as_graph", _casting(trace)))
+        yield
+
+
+def _under_the_forwards(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def create_bw_fn(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        from torch._functorch import config
+
+        backward = create(*args, **kwargs)
+
+        def under_the_forwards(*operands: Any) -> Any:
+            with config.patch(backward_pass_autocast="same_as_forward"):
+                return backward(*operands)
+
+        return under_the_forwards
+
+    return create_bw_fn
+
+
+def _casting(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def materialize_as_graph(*args: Any, **kwargs: Any) -> fx.GraphModule:
+        module: fx.GraphModule = trace(*args, **kwargs)
+        output = module.graph.output_node()
+        for node in output.all_input_nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                with module.graph.inserting_before(output):
+                    cast = module.graph.call_method("to", (node, value.dtype))
+                output.replace_input_with(node, cast)
+        module.recompile()
+        return module
+
+    return materialize_as_graph
