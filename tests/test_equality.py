@@ -7,7 +7,6 @@ close.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -218,24 +217,6 @@ def test_bits_of_outputs_gradients_and_buffers(name: str) -> None:
     actual = train_step(make, (make_input(),), **AOT_EAGER)
     for what, values in expected.items():
         assert_same_bits(actual[what], values, f"{name} {what}")
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_the_fast_path_of_transformer_layers_is_a_known_difference(fast: bool) -> None:
-    """One ATen op for the whole layer, on the CPU. DESIGN.md names what helps."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-    x = torch.randn(2, 3, 16)
-    torch.backends.mha.set_fastpath_enabled(fast)
-    try:
-        torch._dynamo.reset()
-        with torch.no_grad(), torch.autocast(**BF16):
-            actual, expected = torch.compile(layer, **AOT_EAGER)(x), layer(x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    differ = pytest.raises(AssertionError) if fast else contextlib.nullcontext()
-    with differ:
-        assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("validate", ["dtype", "off"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 
@@ -151,6 +152,28 @@ def test_cuda(
     with torch.no_grad():
         report = lower_with_report(graph, state)
     assert (len(report.bracketed), report.lowered) == (bracketed, 1 - bracketed)
+
+
+@pytest.mark.parametrize("name", ["_transformer_encoder_layer_fwd", "_native_multi_head_attention"])
+def test_the_fast_path_of_transformer_layers(name: str) -> None:
+    """In evaluation on the CPU: one ATen op for a whole layer, or its attention."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    own, x = layer.self_attn, torch.randn(2, 3, 16)
+    weights = (own.in_proj_weight, own.in_proj_bias, own.out_proj.weight, own.out_proj.bias)
+
+    def function(x: torch.Tensor) -> Any:
+        if name.startswith("_transformer"):
+            return layer(x)
+        return torch._native_multi_head_attention(x, x, x, 16, 2, *weights)[0]
+
+    with torch.no_grad(), torch.autocast(**BF16):
+        assert name in targets(capture(function, x))
+        expected = torch.compile(function, backend="eager")(x)
+        torch._dynamo.reset()
+        assert_same_bits(torch.compile(function, **OURS)(x), expected)
+    with torch.no_grad():
+        assert not torch.equal(function(x), expected)
 
 
 def test_sizes_are_compiled_for_as_they_come() -> None:

@@ -29,8 +29,10 @@ from .autocast import autocast_device_types, autocast_key, disable_autocast, has
 
 OPENED = {
     "_euclidean_dist": "matmul",
+    "_native_multi_head_attention": "bmm",
     "_safe_softmax": "softmax.int",
     "_scaled_mm": "mm",
+    "_transformer_encoder_layer_fwd": "addmm",
     "_trilinear": "bmm",
     "affine_grid_generator": "bmm",
     "ldexp.Tensor": "pow.Scalar",
@@ -110,13 +112,14 @@ def _key_of_kernel(op: OpOverload, device_type: str) -> str | None:
     """The key of the kernel that calls other ops for tensors of a device type; None without one."""
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
     own = autocast_key(device_type).removeprefix("Autocast")
-    if has(own):  # cuBLAS's `_scaled_mm` calls nothing; on the CPU it may be emulated
-        return own if device_type == "cpu" and _calls_mm_on_the_cpu(op) else None
+    if has(own):  # those of other devices have not been looked into
+        emulated = op is not torch.ops.aten._scaled_mm.default or _scaled_mm_is_emulated()
+        return own if device_type == "cpu" and emulated else None
     return next(filter(has, _COMPOSITE), None)
 
 
 @functools.cache
-def _calls_mm_on_the_cpu(op: OpOverload) -> bool:
+def _scaled_mm_is_emulated() -> bool:
     """Whether `_scaled_mm` of this processor is made of other ops: asked of the kernel itself,
     because oneDNN's, which AMX has, reads memory that fake tensors do not have."""
     seen: list[Any] = []
@@ -131,7 +134,7 @@ def _calls_mm_on_the_cpu(op: OpOverload) -> bool:
     with _disable_current_modes(), Seen(), disable_autocast():  # type: ignore[no-untyped-call]
         x, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
         seen.clear()
-        op._op_dk(torch._C.DispatchKey.CPU, x, x.t(), one, one)
+        torch.ops.aten._scaled_mm.default._op_dk(torch._C.DispatchKey.CPU, x, x.t(), one, one)
     return any(func.namespace == "aten" and "mm" in func.name() for func in seen)
 
 
