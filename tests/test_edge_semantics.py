@@ -7,6 +7,7 @@ dtypes, on fake tensors, against real CUDA autocast on them.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,15 @@ from autocast_backend.state import AutocastState
 from tests.aot.harness import plain
 from tests.aot.test_subclasses import Wrapped
 from tests.conformance.one_call import call_under, compare, lowered
-from tests.support import BF16, FP16, assert_same_bits, autocast_put_right, targets, tensors
+from tests.support import (
+    BF16,
+    FP16,
+    assert_same_bits,
+    autocast_put_right,
+    targets,
+    tensors,
+    train_step,
+)
 
 CUDA_FP16 = {"device_type": "cuda", "dtype": torch.float16}
 Function = Callable[..., Any]
@@ -298,6 +307,61 @@ def test_dtensor_on_one_process() -> None:
 
     out = check(function, randn(8, 8), randn(8, 8).requires_grad_(), around=[BF16])
     assert out[0].dtype is torch.bfloat16
+
+
+class TwoLayers(nn.Module):
+    """The first weight is used twice; `change` makes the parameters something else."""
+
+    def __init__(self, change: Function) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        change(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return self.down(self.up(self.up(x)).relu()).float()
+
+
+def check_parameters(change: Function) -> list[torch.Tensor | None]:
+    """Outputs and gradients of two layers, which stay what their parameters are; the gradients."""
+    counters.clear()
+    given, inputs = functools.partial(TwoLayers, change), (randn(8, 8),)
+    options = {"inner": "aot_eager"}
+    actual = train_step(given, inputs, backend="smart_autocast", options=options)
+    assert (counters["smart_autocast"]["lowered"], counters["smart_autocast"]["bracketed"]) == (
+        3,
+        0,
+    )
+    expected = train_step(given, inputs, backend="eager")
+    assert_same_bits(*(plain([r["outputs"], r["gradients"]]) for r in (actual, expected)))
+    return expected["gradients"]
+
+
+def test_parameters_that_are_tensor_subclasses() -> None:
+    def change(module: TwoLayers) -> None:
+        module.up.weight = nn.Parameter(pair(module.up.weight.detach()))
+
+    assert isinstance(check_parameters(change)[0], TwoTensor)
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_parameters_that_are_dtensors() -> None:
+    """As tensor parallelism makes them: the first layer is split by rows, the second by columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    def change(module: TwoLayers) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        up = ColwiseParallel(output_layouts=Replicate())
+        down = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(module, mesh, {"up": up, "down": down})
+
+    assert all(isinstance(grad, DTensor) for grad in check_parameters(change))
 
 
 def test_nested_jagged_tensors() -> None:
