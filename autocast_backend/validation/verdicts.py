@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir
 from .._torch.fake_tensors import symbol_key
-from .._torch.ops import is_dispatched
+from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched
 from ..state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16
@@ -189,13 +190,20 @@ def _target(target: Any) -> str:
     if isinstance(target, str):
         return f"method:{target}"
     if is_dispatched(target):
-        return str(target)
+        return str(target) + _rule_of(target)
     name = getattr(target, "__qualname__", None) or repr(target)
     if "<" in name:  # a lambda, or a function made by another: its name is not its own
         _named_by_address[id(target)] = target
         name += f" at {id(target):#x}"
     module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
     return f"{module}.{name}"
+
+
+def _rule_of(op: OpOverload | OpOverloadPacket) -> str:
+    """Whether somebody has registered a rule for a custom op, which can happen at any time."""
+    if isinstance(op, OpOverload) and op.namespace != "aten":
+        return " with a rule" if has_autocast_kernel(op, autocast_device_types()) else ""
+    return ""
 
 
 def _describe(value: Any) -> str:
