@@ -161,9 +161,15 @@ def with_a_region(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return (y.float() @ u).float()
 
 
-@pytest.mark.parametrize("around", [None, BF16], ids=["outside", "under"])
-@pytest.mark.parametrize("body", [twice, normed, with_a_region])
-@pytest.mark.parametrize("name", ["cond", "map"])
+@pytest.mark.parametrize(
+    ("name", "body", "around"),
+    [
+        *((name, body, None) for name in ("cond", "map") for body in (twice, normed)),
+        *(("cond", with_a_region, around) for around in (None, BF16)),
+        ("cond", twice, BF16),
+        ("map", with_a_region, None),
+    ],
+)
 def test_gradients_are_eagers_in_every_state(
     name: str, body: Function, around: dict[str, Any] | None
 ) -> None:
