@@ -31,13 +31,15 @@ def gradients_as_eager() -> Iterator[None]:
       each branch casts its own.
     """
     with contextlib.ExitStack() as stack:
-        for name in ("cond", "map"):
+        for name, function, changed in (
+            ("cond", "create_bw_fn", _under_the_forwards),
+            ("cond", "materialize_as_graph", _casting),
+            ("map", "create_bw_fn", _under_the_forwards),
+        ):
             module = importlib.import_module(f"torch._higher_order_ops.{name}")
-            create = vars(module)["create_bw_fn"]
-            stack.enter_context(replaced(module, "create_bw_fn", _under_the_forwards(create)))
-            if name == "cond":
-                trace = vars(module)["materialize_as_graph"]
-                stack.enter_context(replaced(module, "materialize_as_graph", _casting(trace)))
+            original = vars(module).get(function)  # another version of torch may have none
+            if original is not None:
+                stack.enter_context(replaced(module, function, changed(original)))
         yield
 
 
