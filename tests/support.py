@@ -11,13 +11,23 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autocast_backend.lowering.lower import Context, lower
 from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState, contexts_entered, put_right
+
+TORCH = Version(torch.__version__).release[:2]
+
+
+def needs_torch(*version: int, because: str) -> pytest.MarkDecorator:
+    """Skip a test of something that PyTorch does from this version on."""
+    return pytest.mark.skipif(version > TORCH, reason=f"before torch {version}, {because}")
+
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 FP16 = {"device_type": "cpu", "dtype": torch.float16}

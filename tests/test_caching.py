@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from autocast_backend import AutocastState
 from autocast_backend.validation import verdicts
-from tests.support import BF16, graph_of, lower_with_report
+from tests.support import BF16, graph_of, lower_with_report, needs_torch
 from tests.test_backend import run_python
 
 PROGRAM = """
@@ -164,6 +164,7 @@ def lower_a_product(n: int = 4) -> int:
         return lower_with_report(graph_of(torch.mm, (x, x), {}, state), state).checked
 
 
+@needs_torch(2, 13, because="compiled functions have no aot_compile")
 def test_what_is_compiled_ahead_of_time_is_refused() -> None:
     """`aot_compile` keeps what AOTAutograd made, and nothing of what we put around it."""
 

@@ -148,7 +148,11 @@ def functorch_levels_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        # `pop_dynamic_layer_stack_and_undo_to_depth` of torch 2.11 fails an assertion.
+        while _functorch.get_dynamic_layer_stack_depth() > depth:
+            kind = _functorch.peek_interpreter_stack().key().name.lower()
+            kind = {"functionalize": "func"}.get(kind, kind)
+            getattr(_functorch, f"_{kind}_decrement_nesting")()
 
 
 def is_higher_order_op(target: Any) -> bool:

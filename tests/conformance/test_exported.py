@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 
 import autocast_backend.export
@@ -77,7 +78,12 @@ def test_on_the_cpu(name: str) -> None:
     if ("cpu", name) in NOT_EXPORTED:
         pytest.skip("cannot be exported")
     function, tensors = call_of(name)
-    lowered, report = autocast_backend.export.lower_with_report(export(function, *tensors([F32])))
+    try:
+        program = export(function, *tensors([F32]))
+    except DataDependentOutputException as error:
+        assert not PINNED
+        pytest.skip(f"cannot be exported with this build of torch: {error}")
+    lowered, report = autocast_backend.export.lower_with_report(program)
     assert not (PINNED and report.bracketed)
     run = autocast_backend.export.module(lowered)
     compared = 0
@@ -104,7 +110,12 @@ def test_policies_of_cuda(name: str) -> None:
         with pytest.raises(RuntimeError, match="device_type='cuda': the program does not run"):
             autocast_backend.export.lower(program, device_type="cuda")
         return
-    lowered, report = autocast_backend.export.lower_with_report(program, device_type="cuda")
+    try:
+        lowered, report = autocast_backend.export.lower_with_report(program, device_type="cuda")
+    except RuntimeError as error:
+        if PINNED or "does not run on fake tensors" not in str(error):
+            raise
+        pytest.skip(f"cannot be lowered with this build of torch: {error}")
     assert not (PINNED and report.bracketed)
     if report.bracketed or name in NOT_ON_THE_CPU:
         return

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from autocast_backend import lower_autocast
 from autocast_backend.state import AutocastState
 from tests.conformance.programs import CALLS, Piece, Player, Program, Writer, make_inputs, programs
-from tests.support import assert_same_bits, autocast_put_right
+from tests.support import TORCH, assert_same_bits, autocast_put_right
 
 IN_CI = 2000
 COMPILED_IN_CI = 40
@@ -108,7 +108,8 @@ def test_lowered_programs(pytestconfig: pytest.Config, record_property: Any) -> 
     for kind in ("with graph breaks", "with nested regions", "with smart casts"):
         assert tried[kind] > tried["equal"] // 4, tried
     assert 0 < tried["with brackets"] < tried["equal"] // 2
-    assert tried["raise in eager"] < tried["equal"] // 20
+    # Before torch 2.13 some losses have no gradient for mixed dtypes.
+    assert tried["raise in eager"] < tried["equal"] // (20 if TORCH >= (2, 13) else 4)
 
 
 @pytest.mark.slow

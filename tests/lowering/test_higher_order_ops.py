@@ -19,7 +19,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from autocast_backend import lower_autocast
-from tests.support import BF16, FP16, assert_same_bits, capture, targets, tensors
+from tests.support import BF16, FP16, TORCH, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
 
@@ -420,6 +420,8 @@ def with_dropout(mark: Any) -> Any:
 @pytest.mark.parametrize("inner", ["aot_eager", "aot_eager_default_partitioner"])
 def test_the_backward_of_nested_regions_follows_autocast(make: Any, inner: str) -> None:
     """They are partitioned by themselves; a variant has them written out."""
+    if make is in_two_states and TORCH < (2, 13):
+        pytest.skip("torch 2.11 does not find a body that stands in another body alone")
     mark = torch.compiler.nested_compile_region
     actual = backwards(make(mark), "smart_autocast", options={"inner": inner})
     expected = backwards(make(lambda function: function), "eager")

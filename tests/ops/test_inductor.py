@@ -10,6 +10,7 @@ from torch._inductor.utils import run_and_get_code
 
 from autocast_backend import autocast_to_bf16, multi_cast, promote
 from tests.ops.smart_cast_suite import assert_same, sample
+from tests.support import needs_torch
 
 pytestmark = pytest.mark.slow
 cast = torch.ops.smart_autocast.cast.default
@@ -30,6 +31,7 @@ def kernels(code: str) -> set[str]:
     return set(re.findall(r"\b(?:cpp|triton)_fused_\w+", code))
 
 
+@needs_torch(2, 13, because="emulate_precision_casts is for Triton only")
 def test_smart_casts_fuse_into_their_neighbours() -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         low, other = promote([autocast_to_bf16(x * 2), y])
@@ -43,6 +45,7 @@ def test_smart_casts_fuse_into_their_neighbours() -> None:
     assert "torch.ops.smart_autocast" not in code
 
 
+@needs_torch(2, 13, because="emulate_precision_casts is for Triton only")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_cast_fuses_into_its_neighbours(mode: Callable[[], Any]) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -67,6 +70,7 @@ def test_multi_cast_is_one_call() -> None:
     assert len(re.findall(r"torch\.ops\.smart_autocast\.multi_cast\.default\(", code)) == 1
 
 
+@needs_torch(2, 13, because="emulate_precision_casts is for Triton only")
 def test_multi_cast_of_what_requires_grad_fuses() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         (low,) = multi_cast([x * 2], torch.bfloat16)
