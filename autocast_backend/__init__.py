@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backward.ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
+    from .custom_ops import CustomOpWarning
     from .explaining import CastReport, explain
     from .lowering.standalone import lower_autocast
     from .ops import (
@@ -38,6 +39,7 @@ _HOMES = {
     "BackwardAutocastError": "backward.ambient",
     "BackwardAutocastWarning": "backward.ambient",
     "BackwardError": "backward.ambient",
+    "CustomOpWarning": "custom_ops",
     "UnscaledGrads": "ops",
     "autocast_to_bf16": "ops",
     "autocast_to_fp16": "ops",
@@ -61,6 +63,7 @@ __all__ = [
     "BackwardError",
     "CastReport",
     "CastStats",
+    "CustomOpWarning",
     "UnscaledGrads",
     "autocast_to_bf16",
     "autocast_to_fp16",

@@ -25,6 +25,7 @@ from ._torch.dynamo import (
 from ._torch.fake_tensors import fake_inputs
 from ._torch.kernels import kernels_opened
 from .backward.region import Assumption, Region
+from .custom_ops import first_run_watched
 from .graphs import is_recorded
 from .lowering.lower import Context, lower
 from .lowering.propagate import propagate
@@ -115,6 +116,8 @@ def smart_autocast(
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)
+        if report.opaque:
+            compiled = first_run_watched(compiled, report.opaque)
         if report.bracketed:
             compiled = _putting_right_after_errors(compiled, now)
         if now.enabled_devices:

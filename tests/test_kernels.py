@@ -238,26 +238,3 @@ def test_inductor() -> None:
     actual = outcome(case, True, None, backend="smart_autocast")
     assert actual[0].dtype is torch.bfloat16
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
-
-
-def test_a_custom_op_is_a_known_difference() -> None:
-    """Eager autocast acts on what the kernel of a custom op calls. Compiled, by ours or by stock,
-    it is called with autocast off. A rule of its own says what is meant (docs/coverage.md)."""
-
-    @torch.library.custom_op("smart_autocast_tests::product", mutates_args=())
-    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return (x @ w).float()
-
-    product.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1], dtype=torch.float32))
-    region = in_region(product)
-    x, w = torch.randn(4, 16), torch.randn(16, 4)
-
-    def compiled(**compiler: Any) -> torch.Tensor:
-        torch._dynamo.reset()
-        result: torch.Tensor = torch.compile(region, **compiler)(x, w)
-        return result
-
-    assert_same_bits(compiled(**OURS), compiled(backend="aot_eager"))
-    assert not torch.equal(compiled(**OURS), region(x, w))
-    product.register_autocast("cpu", torch.bfloat16)
-    assert_same_bits(compiled(**OURS), region(x, w))

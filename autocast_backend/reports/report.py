@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .._torch.ops import OpOverload
+from ..state import AutocastState
+
 
 @dataclass(frozen=True)
 class Bracketed:
@@ -67,6 +70,7 @@ class Report:
             are among the lowered ones, those that are "off" are in no other count.
         casts: smart cast nodes added (weights shared by several readers count once).
         weights: the casts of weights among them, and where each is made.
+        opaque: custom ops without an autocast rule, and the state that they stand under.
         checked: distinct calls that were validated in this compilation; the others were known.
         seconds: time by stage.
     """
@@ -77,6 +81,7 @@ class Report:
     overridden: int = 0
     casts: int = 0
     weights: list[WeightCast] = field(default_factory=list)
+    opaque: dict[OpOverload, AutocastState] = field(default_factory=dict)
     checked: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 

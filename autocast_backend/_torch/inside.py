@@ -1,0 +1,75 @@
+"""What the kernels of custom ops call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeGuard
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .autocast import autocast_key, has_autocast_kernel
+
+_KNOWN = frozenset({"aten", "prim", "prims", "quantized", "_c10d_functional", "smart_autocast"})
+
+
+def is_opaque(target: Any, device_types: Collection[str]) -> TypeGuard[OpOverload]:
+    """Whether a node's target is a custom op with a kernel that nobody has looked into: it is none
+    of PyTorch's or of this package, has no autocast rule for these device types, and is not made of
+    other ops above autograd, where autocast would be seen to act on them."""
+    return (
+        isinstance(target, OpOverload)
+        and target.namespace not in _KNOWN
+        and not has_autocast_kernel(target, device_types)
+        and not target._can_decompose()
+    )
+
+
+class Watching(TorchDispatchMode):
+    """Tells of every op that the kernels of some ops call.
+
+    Args:
+        ops: whose kernels.
+        tell: called with one of them, an op that its kernel calls, and the tensors that gets.
+    """
+
+    def __init__(
+        self,
+        ops: Collection[OpOverload],
+        tell: Callable[[OpOverload, OpOverload, list[torch.Tensor]], None],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ops = ops
+        self._tell = tell
+        self._inside: OpOverload | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        values = pytree.tree_leaves((args, kwargs))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if self._inside is not None:
+            self._tell(self._inside, func, tensors)
+            return func(*args, **kwargs)
+        key = _key_of_kernel(func, tensors) if func in self._ops else None
+        if key is None:
+            return func(*args, **kwargs)
+        self._inside = func
+        try:
+            with self:
+                return func._op_dk(key, *args, **kwargs)
+        finally:
+            self._inside = None
+
+
+def _key_of_kernel(op: OpOverload, tensors: list[torch.Tensor]) -> Any | None:
+    """The key of the kernel that the dispatcher has for these tensors; None where it is not for
+    sure."""
+    own = {autocast_key(t.device.type).removeprefix("Autocast") for t in tensors}
+    if len(own) != 1:
+        return None
+    for key in (*own, "CompositeExplicitAutograd"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+            return torch._C._dispatch_key_parse(key)
+    return None

@@ -1,0 +1,96 @@
+"""Custom ops without an autocast rule, whose kernels call ops that have one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from autocast_backend import CustomOpWarning
+from tests.support import BF16, assert_same_bits
+
+OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+
+
+def in_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    def region(*args: Any) -> Any:
+        with torch.autocast(**BF16):
+            return function(*args)
+
+    return region
+
+
+@pytest.fixture
+def product() -> Iterator[Any]:
+    """A custom op whose kernel calls `mm`."""
+
+    @torch.library.custom_op("smart_autocast_tests::product", mutates_args=())
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).float()
+
+    product.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1], dtype=torch.float32))
+    product.register_autograd(
+        lambda ctx, grad: (grad @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ grad),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    yield product
+    product._lib._destroy()
+
+
+def test_a_custom_op_is_a_known_difference(product: Any) -> None:
+    """Eager autocast acts on what the kernel of a custom op calls. Compiled, by ours or by stock,
+    it is called with autocast off. A rule of its own says what is meant (docs/coverage.md)."""
+    region = in_region(product)
+    x, w = torch.randn(4, 16), torch.randn(16, 4)
+
+    def compiled(**compiler: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        result: torch.Tensor = torch.compile(region, **compiler)(x, w)
+        return result
+
+    with pytest.warns(CustomOpWarning, match="product calls aten::matmul.*register_autocast"):
+        ours = compiled(**OURS)
+    assert_same_bits(ours, compiled(backend="aot_eager"))
+    assert not torch.equal(ours, region(x, w))
+    product.register_autocast("cpu", torch.bfloat16)
+    with warnings.catch_warnings(action="error", category=CustomOpWarning):
+        assert_same_bits(compiled(**OURS), region(x, w))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_custom_op_is_watched_when_a_graph_first_runs(product: Any, mode: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: product(x, w).sin(), **OURS)
+    x, w = torch.randn(4, 16), torch.randn(16, 4).requires_grad_(mode is contextlib.nullcontext)
+    with mode(), torch.autocast(**BF16):
+        with pytest.warns(CustomOpWarning) as warned:
+            first = compiled(x, w)
+        with warnings.catch_warnings(action="error", category=CustomOpWarning):
+            second = compiled(x, w)
+    assert len(warned) == 1
+    assert_same_bits(second, first)
+
+
+def of_the_lower_precision(product: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(**BF16):
+        return product(x.bfloat16(), w.bfloat16())
+
+
+def outside_of_regions(product: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(**BF16):
+        y = x.sin() @ w
+    return product(x, w) + y
+
+
+@pytest.mark.parametrize("call", [of_the_lower_precision, outside_of_regions])
+def test_a_custom_op_that_autocast_does_not_change(product: Any, call: Any) -> None:
+    torch._dynamo.reset()
+    x, w = torch.randn(4, 16), torch.randn(16, 4)
+    with warnings.catch_warnings(action="error", category=CustomOpWarning):
+        actual = torch.compile(functools.partial(call, product), **OURS)(x, w)
+    assert_same_bits(actual, call(product, x, w))
