@@ -82,6 +82,7 @@ def smart_autocast(
         ambient=now.inside(parsed.autocast),
         validate=parsed.validate,
         overrides=bind(parsed.policies, graph_module),
+        may_stay_eager=not parsed.autocast and not parsed.policies,
     )
     report = context.report
     with timed("lower"):
@@ -92,6 +93,8 @@ def smart_autocast(
         if parsed.autocast or parsed.policies:
             graph_module = propagate(graph_module, context)
         graph_module = lower(graph_module, context)
+    if report.keepers:
+        return _left_eager(graph_module, context)
     with report.timed("weights"):
         plan = WeightPlan(
             graph_module,
@@ -164,6 +167,23 @@ def _inner(options: Options) -> Callable[..., Any]:
     return lambda graph_module, inputs: backend(
         graph_module, inputs, config_patches=dict(options.inductor)
     )
+
+
+def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[..., Any]:
+    """Run a graph as Dynamo captured it, under the autocast state that Dynamo guards on."""
+    nodes = {n.name: n for n in nodes_of(graph_module)}
+    call = nodes[context.report.keepers[0]]
+    log.warning(
+        "not compiled: a graph runs as in eager mode, because the casts that %s makes of weights "
+        "could not be shared with other calls, as autocast shares them [%s]. If allow_in_graph "
+        "hides that function from Dynamo, take it away",
+        getattr(call.target, "__name__", call.target),
+        source_line(call),
+    )
+    counters()["smart_autocast"]["left_eager"] += 1
+    for listener in listeners:
+        listener(graph_module, context)
+    return _putting_right_after_errors(graph_module.forward, context.ambient)
 
 
 def _with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:

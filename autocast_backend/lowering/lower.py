@@ -50,6 +50,8 @@ class Context:
         other_dtypes: whether each call is proved for other floating-point dtypes than float32 too.
         overrides: the option `policies`.
         overridden: the calls that it names; `propagate` finds them.
+        may_stay_eager: whether a graph may be left as it is, where eager autocast shares the cast
+            of a weight that a lowered graph could not share; `report.keepers` names the calls then.
         report: filled in as the passes run.
     """
 
@@ -58,6 +60,7 @@ class Context:
     other_dtypes: bool = False
     overrides: Overrides = field(default_factory=Overrides)
     overridden: dict[fx.Node, Overridden] = field(default_factory=dict)
+    may_stay_eager: bool = False
     report: Report = field(default_factory=Report)
 
     @property
@@ -67,7 +70,8 @@ class Context:
 
 
 def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Lower every region of `graph_module` in place, and return it.
+    """Lower every region of `graph_module` in place, and return it; or return it as it is
+    (`Context.may_stay_eager`).
 
     Every call node needs the value it had under eager autocast in `meta["example_value"]`, as
     Dynamo's graphs have.
@@ -81,6 +85,10 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     report = context.report
     with kernels_opened():
         plans, fake_mode = _settled(graph_module, context)
+    keepers = [c.node.name for plan in plans for c in plan.candidates if c.keeps]
+    if keepers and context.may_stay_eager:
+        report.keepers = keepers
+        return graph_module
     with report.timed("lowering"):
         writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
         for writer in writers.values():

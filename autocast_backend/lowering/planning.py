@@ -36,6 +36,7 @@ class Candidate:
         recipe: the casts to write; None where the call is left alone.
         refused: why it stays under autocast; None where it does not.
         shared: numbers of the arguments whose cast other calls read too.
+        keeps: whether it casts weights for itself alone, where eager autocast shares these casts.
         shared_within: whether the call gets these arguments as they are, and finds their casts.
         shared_before: the node before which such casts are made; None: before the call itself.
         in_transform: whether it stands inside a `torch.func` transform, so that example values are
@@ -51,6 +52,7 @@ class Candidate:
     recipe: Recipe | None = None
     refused: str | None = None
     shared: tuple[int, ...] = ()
+    keeps: bool = False
     shared_within: bool = False
     shared_before: fx.Node | None = None
     in_transform: bool = False

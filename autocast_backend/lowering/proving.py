@@ -55,7 +55,7 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
             verdicts.add(key, verdict)
             report.checked += 1
         c.refused, c.shared = verdict.reason, verdict.shared
-        c.shared_within = verdict.within
+        c.shared_within, c.keeps = verdict.within, verdict.keeps
         c.stale = verdict.stale
         if verdict.found is not None:
             found = [(i, Policy(name)) for i, name in verdict.found]
@@ -71,7 +71,7 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     """Prove one call equal to itself under autocast, or say why it is not."""
     if fake_mode is None:
         return Verdict("its example value is not a fake tensor")
-    state = c.placement.state
+    state, again = c.placement.state, False
     if strict and not comes_with_torch(c.node.target) and (weights := _weights(c)):
         # A user's rule may cast without eager's weight cache.
         again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad, weights)
@@ -106,21 +106,26 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     # It stays under autocast. May it at least read the weight casts that other calls read?
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
     stale = eager.dtypes != dtypes_of(c.node.meta.get("example_value"))
-    if difference(eager, watch(given, state), "ops") is None:
+    if not again and difference(eager, watch(given, state), "ops") is None:
         return Verdict(reason, shared, stale=stale)
     within = _finds_its_casts(c, given, state, fake_mode, eager)
-    return Verdict(reason, shared if within else (), within=within, stale=stale)
+    # A call that casts `again` past eager's cache may cast by the cache as well.
+    keeps = (bool(shared) or again) and c.grad and not within
+    return Verdict(reason, shared if within else (), within=within, keeps=keeps, stale=stale)
 
 
 def _finds_its_casts(
     c: Candidate, given: Recipe, state: AutocastState, fake_mode: Any, eager: Observation
 ) -> bool:
     """Whether a call does what it does under eager autocast, but for the casts of weights, if it
-    finds these."""
+    finds these. They are made before it, so it must not read the weights first: the order of calls
+    is the order in which their gradients add up."""
     if not given or c.node.op != "call_function":
         return False
     values = [n.meta.get("example_value") for n in tensor_arguments(c.node)]
     weights = {id(values[i]) for i, _ in given.casts}
+    if weights & set(eager.read_first):
+        return False
     within = replace(given, within=True)
     with observing(fake_mode), torch.set_grad_enabled(c.grad), disable_autocast():
         call = recipes.apply(within, c.node, lambda i, _: values[i], recipes.run)

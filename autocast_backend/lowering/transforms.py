@@ -42,19 +42,21 @@ def judge_transforms(candidates: list[Candidate], fake_mode: Any) -> None:
     for span in _spans(candidates):
         reason = _why_not(span)
         found: dict[fx.Node, Recipe] = {}
-        given: Given = {}
+        given: Given | None = {}
         if reason is None:
             reason, given = _judge(span, fake_mode, found)
         for c in span:
+            c.keeps = given is None and c.grad
             c.refused = reason and f"{c.refused}: {reason}"
             c.recipe = None if reason else found.get(c.node)
-            c.shared, c.shared_before = given.get(c.node, ()), span[0].node
+            c.shared, c.shared_before = (given or {}).get(c.node, ()), span[0].node
 
 
 def _judge(
     span: list[Candidate], fake_mode: Any, found: dict[fx.Node, Recipe]
-) -> tuple[str | None, Given]:
-    """Why a span is not proved equal, and the weights whose casts it shares with other calls.
+) -> tuple[str | None, Given | None]:
+    """Why a span is not proved equal, and the weights whose casts it shares with other calls: None
+    where eager autocast shares some, and it could not.
 
     Args:
         found: the casts of the policy table are put into it.
@@ -74,8 +76,8 @@ def _judge(
         given = _weights_cast(span, eager) if cached else {}
         reason = difference(eager, watch(None, found=found), "ops")
         # It stays under autocast. May it at least read the casts that other calls read?
-        if reason and difference(eager, watch(here, given=given), "ops"):
-            given = {}
+        if reason and given and difference(eager, watch(here, given=given), "ops"):
+            return reason, None
         return reason, given
 
 

@@ -71,6 +71,8 @@ class Report:
         casts: smart cast nodes added (weights shared by several readers count once).
         weights: the casts of weights among them, and where each is made.
         opaque: custom ops without an autocast rule, and the state that they stand under.
+        keepers: calls of a graph that is left to eager autocast, and so not lowered at all: casts
+            that they make of weights could not be shared with other calls.
         checked: distinct calls that were validated in this compilation; the others were known.
         seconds: time by stage.
     """
@@ -82,6 +84,7 @@ class Report:
     casts: int = 0
     weights: list[WeightCast] = field(default_factory=list)
     opaque: dict[OpOverload, AutocastState] = field(default_factory=dict)
+    keepers: list[str] = field(default_factory=list)
     checked: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -100,6 +103,8 @@ class Report:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     def __str__(self) -> str:
+        if self.keepers:
+            return f"not compiled because of {', '.join(self.keepers)}: it runs as in eager mode"
         if not self.nodes and not self.overridden:
             return "no call stands inside of an autocast region"
         return (

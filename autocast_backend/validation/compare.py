@@ -50,6 +50,7 @@ class Observation:
         events: the ops below autograd, in order.
         casts: how many casts it made.
         cast_to: `id` of every tensor that a cast was given, and the dtype it was cast to.
+        read_first: `id` of every tensor among them that another op had got before.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -57,6 +58,7 @@ class Observation:
     events: tuple[Event, ...] = ()
     casts: int = 0
     cast_to: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict, compare=False)
+    read_first: Collection[int] = dataclasses.field(default_factory=frozenset, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,8 @@ class _Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.casts: set[tuple[int, ...]] = set()
         self.cast_to: dict[int, torch.dtype] = {}
+        self.read: set[int] = set()
+        self.read_first: set[int] = set()
         self._weight_cache = weight_cache
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -97,12 +101,15 @@ class _Recorder(TorchDispatchMode):
             if out.dtype is not args[0].dtype:
                 cached = self._weight_cache and is_weight(args[0])
                 self.casts.add((id(args[0]),) if cached else (id(args[0]), len(self.casts)))
+                if id(args[0]) in self.read - self.cast_to.keys():
+                    self.read_first.add(id(args[0]))
                 self.cast_to[id(args[0])] = out.dtype
         elif op_name_of(func)[0] in _RENAMING:
             self.events.append((str(func), (), (), ()))
         elif func.namespace not in _IGNORED_NAMESPACES and (inputs or dtypes_of(out)):
             plain = _plain_arguments((args, kwargs))
             self.events.append((str(func), inputs, dtypes_of(out), plain))
+            self.read.update(map(id, pytree.tree_leaves((args, kwargs))))
         return out
 
 
@@ -139,7 +146,9 @@ def observe(
         except Exception as error:
             return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
     events, casts = tuple(recorder.events), len(recorder.casts)
-    return Observation(dtypes_of(value), _shapes(value), events, casts, recorder.cast_to)
+    return Observation(
+        dtypes_of(value), _shapes(value), events, casts, recorder.cast_to, recorder.read_first
+    )
 
 
 def casts_again(

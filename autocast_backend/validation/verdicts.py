@@ -47,6 +47,7 @@ class Verdict:
             several arguments.
         expanded: whether the call is to be written out (expansions.py).
         within: whether the call is to find the shared casts inside (given.py).
+        keeps: whether it casts weights for itself alone, where eager autocast shares these casts.
         stale: whether eager gives another dtype than the example value has.
     """
 
@@ -56,6 +57,7 @@ class Verdict:
     order: tuple[int, ...] = ()
     expanded: bool = False
     within: bool = False
+    keeps: bool = False
     stale: bool = False
 
 
@@ -107,7 +109,7 @@ class Verdicts:
             return
         stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
         rows = {
-            k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within, v.stale]
+            k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within, v.keeps, v.stale]
             for k, v in stable.items()
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,10 +143,11 @@ def _verdict(
     order: list[int],
     expanded: bool,
     within: bool,
+    keeps: bool,
     stale: bool,
 ) -> Verdict:
     casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
-    return Verdict(reason, tuple(shared), casts, tuple(order), expanded, within, stale)
+    return Verdict(reason, tuple(shared), casts, tuple(order), expanded, within, keeps, stale)
 
 
 def _path(keys: list[str]) -> Path | None:

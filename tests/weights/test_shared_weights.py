@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
-from autocast_backend import lower_autocast
+from autocast_backend import explain, lower_autocast
 from tests.support import BF16, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
@@ -231,23 +231,47 @@ def a_late_cast(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return reads_it_first(x, w), x.sin() @ w
 
 
-@pytest.mark.parametrize(
-    ("function", "tolerance"), [(a_composite_inside, 2e-2), (a_late_cast, 1e-6)]
-)
-def test_last_bits_that_differ(function: Function, tolerance: float) -> None:
-    """docs/coverage.md lists them: a cast that the bracket makes itself, whose gradient is added in
-    float32, as it is without eager's cache; and gradients that are added up in another order. The
-    day this fails, the list gets shorter."""
-    cached = results(function, backend="eager")
-    actual = results(function, **AOT_EAGER)
-    assert [t.dtype for t in actual] == [t.dtype for t in cached]
-    for ours, eagers in zip(actual, cached, strict=True):
-        scale = eagers.abs().max().item()
-        torch.testing.assert_close(ours, eagers, rtol=0, atol=tolerance * scale)
-    with pytest.raises(AssertionError):
-        assert_same_bits(actual, cached)
-    if function is a_composite_inside:
-        assert_same_bits(actual, results(function, cache_enabled=False, backend="eager"))
+@torch._dynamo.allow_in_graph
+def uncached_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(**BF16, cache_enabled=False):
+        y = (x @ w).sin().sum()
+    return F.mse_loss(x @ w, x) + y
+
+
+def partly_cached(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return uncached_inside(x, w), x.sin() @ w
+
+
+@pytest.mark.parametrize("function", [a_composite_inside, a_late_cast, partly_cached])
+def test_what_cannot_share_a_cast_is_not_compiled(
+    function: Function, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cast made before the bracket is not found inside, or comes too early: gradients are added
+    up in the order of the calls."""
+    expected = {cache: results(function, cache, backend="eager") for cache in (True, False)}
+    counters.clear()
+    assert_same_bits(results(function, **AOT_EAGER), expected[True])
+    assert counters["smart_autocast"]["left_eager"] == 1
+    assert "allow_in_graph hides" in caplog.text
+    assert_same_bits(results(function, cache_enabled=False, **AOT_EAGER), expected[False])
+    assert counters["smart_autocast"]["left_eager"] == 1  # no cast to share: compiled
+
+
+def test_explain_says_what_is_not_compiled() -> None:
+    x, w = torch.randn(8, 8), torch.randn(8, 8).requires_grad_()
+    with torch.autocast(**BF16):
+        text = str(explain(a_late_cast)(x, w))
+    assert "not compiled because of reads_it_first" in text
+
+
+def test_without_gradients_there_is_nothing_to_share() -> None:
+    counters.clear()
+    with torch.no_grad(), torch.autocast(**BF16):
+        x, w = torch.randn(8, 8), torch.randn(8, 8).requires_grad_()
+        torch._dynamo.reset()
+        actual = torch.compile(a_composite_inside, **AOT_EAGER)(x, w)
+        assert_same_bits(actual, a_composite_inside(x, w))
+    assert counters["smart_autocast"]["bracketed"] == 1
 
 
 def a_gradient_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
