@@ -170,7 +170,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({CONFIG: [BF16, {"device": "cpu"}]}, OptionValueError, "unknown torch.autocast argument"),
     ({CONFIG: [BF16, "off"]}, OptionTypeError, "dict of torch.autocast arguments"),
     ({"on_backward_autocast_mismatch": "raise"}, OptionValueError, "unknown value 'raise'"),
-    ({"on_backward_autocast_mismatch": None}, OptionTypeError, "expected a string; got None"),
+    (
+        {"on_backward_autocast_mismatch": None},
+        OptionTypeError,
+        "expected one of 'warn', 'error', 'do_nothing'; got None",
+    ),
 ]
 
 
