@@ -102,6 +102,7 @@ def test_bits_in_every_state_of_the_backward(name: str, region: bool) -> None:
 
 def test_without_opening_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "OPENED", {})
+    monkeypatch.setattr(kernels, "_openable", tuple)
     monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: None)
     verdicts.forget()
     try:

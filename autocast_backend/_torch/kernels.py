@@ -63,8 +63,9 @@ def kernels_opened() -> Iterator[None]:
         if _users == 0:
             _library = torch.library.Library("aten", "IMPL")
             for op, device_type, key in _openable():
-                kernel = _kernel(op, device_type, key)
-                _library.impl(op, kernel, autocast_key(device_type), with_keyset=True)
+                if not has_autocast_kernel(op, (device_type,)):  # a user's rule is left alone
+                    kernel = _kernel(op, device_type, key)
+                    _library.impl(op, kernel, autocast_key(device_type), with_keyset=True)
         _users += 1
     before = is_open()
     _here.open = True
@@ -90,16 +91,19 @@ def calls_others(op: OpOverload, device_types: Sequence[str]) -> bool:
     return inner is not None and has_autocast_kernel(_op(inner), device_types)
 
 
-def _openable() -> Iterator[tuple[OpOverload, str, str]]:
+@functools.cache
+def _openable() -> tuple[tuple[OpOverload, str, str], ...]:
     """The ops of `OPENED` that this version of torch has, each with the device types that have a
     kernel of it to open, and the dispatch key of that kernel."""
+    found: list[tuple[OpOverload, str, str]] = []
     for name, inner in OPENED.items():
         op = _op(name)
         for device_type in autocast_device_types() if op is not None else ():
             acts = has_autocast_kernel(_op(inner), (device_type,))
             key = _key_of_kernel(op, device_type) if acts else None
-            if key is not None and not has_autocast_kernel(op, (device_type,)):
-                yield op, device_type, key
+            if key is not None:
+                found.append((op, device_type, key))
+    return tuple(found)
 
 
 def _op(name: str) -> Any:
