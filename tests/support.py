@@ -33,6 +33,20 @@ BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 FP16 = {"device_type": "cpu", "dtype": torch.float16}
 
 
+class Product(torch.autograd.Function):
+    """`x @ w`, with a backward that computes in float32 whatever it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad.float() @ w.t().float(), x.transpose(-1, -2).float() @ grad.float()
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in a nest, in order."""
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]

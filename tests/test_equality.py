@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import BF16, FP16, assert_same_bits, tensors, train_step
+from tests.support import BF16, FP16, Product, assert_same_bits, tensors, train_step
 
 AOT_EAGER = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
 
@@ -58,18 +58,6 @@ class RegionInsideCheckpoint(Layers):
             return self.b(v.float())
 
         return self.c(checkpoint(body, x, use_reentrant=False))
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return grad.float() @ w.t().float(), x.t().float() @ grad.float()
 
 
 class CustomFunction(Layers):

@@ -19,7 +19,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from autocast_backend import lower_autocast
-from tests.support import BF16, FP16, TORCH, assert_same_bits, capture, targets, tensors
+from tests.support import BF16, FP16, TORCH, Product, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
 
@@ -60,18 +60,6 @@ def nested_compile_regions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def without_marks(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return part(part(x, w).float(), w)
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = ctx.saved_tensors
-        return grad.float() @ w.t(), x.transpose(-1, -2).float() @ grad.float()
 
 
 def own_function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
