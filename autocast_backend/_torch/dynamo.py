@@ -56,7 +56,7 @@ def never_traced(fn: _F) -> _F:
     """Have Dynamo leave a function alone, and what it calls. Where a compiled function calls
     `loss.backward()`, Dynamo would compile each Python function the autograd engine comes to.
 
-    `torch.compiler.disable` wraps the function for that, which costs half a microsecond a call.
+    `torch.compiler.disable` wraps the function for that, which every call pays for.
     """
     from torch._C._dynamo.eval_frame import (
         _FrameAction,
