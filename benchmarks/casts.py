@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.answer import Answer, text_table
-from benchmarks.cast_cost import Measurement, measure
+from benchmarks.cast_cost import LARGE_BYTES, Measurement, measure, total_bytes
 from benchmarks.cast_sets import MODELS, CastSet, cast_sets
 from benchmarks.harness import percentile, row_of
 from benchmarks.quiet import Moment, wait_until_quiet
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# Where a pass over memory, not the call, is what takes the time.
-LARGE_BYTES = 64 * 2**20
 COPY_SHARE, SMALL_SPEEDUP, MODEL_SPEEDUP = 0.90, 3.0, 1.15
 
 
@@ -29,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--largest", type=int, help="of single tensors, in MiB (default 4096)")
     parse.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parse.add_argument("--compiled", action="store_true", help="torch.compile as well: minutes")
-    parse.add_argument("--rounds", type=int, help="default 40, fewer for large sets; quick: 8")
+    parse.add_argument("--rounds", type=int, help="default 20, half for large sets; quick: 6")
     parse.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parse.add_argument("--wait", type=float, default=0, help="for a quiet machine, seconds per set")
@@ -41,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
     flags = parser().parse_args(arguments)
-    flags.rounds = flags.rounds or (8 if flags.quick else 40)
+    flags.rounds = flags.rounds or (6 if flags.quick else 20)
     flags.largest = flags.largest or (64 if flags.quick else 4096)
     if flags.models is None:
         flags.models = [name for name in MODELS if flags.device == "cuda" or "1.3b" not in name]
@@ -59,14 +57,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> None:
     dtype = DTYPES[flags.dtype]
-    large = cast_set.elements * (4 + dtype.itemsize) >= LARGE_BYTES
+    large = total_bytes(cast_set, dtype) >= LARGE_BYTES
     wait_until_quiet(at_most=flags.wait)
     start = Moment.now()
     found = measure(
         cast_set,
         dtype,
         device=flags.device,
-        rounds=max(3, flags.rounds // 4) if large else flags.rounds,
+        rounds=max(3, flags.rounds // 2) if large else flags.rounds,
         seed=flags.seed,
         compiled=flags.compiled,
     )
@@ -124,6 +122,15 @@ def _judge(cast_set: CastSet, found: Measurement, answer: Answer) -> None:
         )
         return percentile([theirs / ours for ours, theirs in pairs], 50)
 
+    def no_slower(what: str, value: float) -> None:
+        answer.judge(
+            f"{cast_set.name}: {what}",
+            goal=f">= 1x, less the noise ({noise:.2f})",
+            measured=f"{value:.2f}x",
+            met=value >= 1 - noise,
+        )
+
+    noise = abs(1 - times_as_fast("control", ".to"))
     fresh, reused = times_as_fast("multi_cast", ".to"), times_as_fast("multi_cast out", ".to")
     if found.bytes >= LARGE_BYTES:
         share = times_as_fast("multi_cast out", "copy")
@@ -135,5 +142,5 @@ def _judge(cast_set: CastSet, found: Measurement, answer: Answer) -> None:
         at_least("by .to", MODEL_SPEEDUP, fresh, "x")
         at_least("by .to, out", MODEL_SPEEDUP, reused, "x")
     else:
-        at_least("by .to", 1.0, fresh, "x")
-    at_least("by .to, gradients on", 1.0, times_as_fast("multi_cast grad", ".to grad"), "x")
+        no_slower("by .to", fresh)
+    no_slower("by .to, gradients on", times_as_fast("multi_cast grad", ".to grad"))

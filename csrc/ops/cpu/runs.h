@@ -68,7 +68,8 @@ void share_out(std::vector<AnyRun>& runs, const Work& work) {
     blocks += (run.count + kBlock - 1) / kBlock;
     bytes += run.count * (run.to_size + run.from_size);
   }
-  if (bytes > last_level_cache_bytes() / 2) {
+  // From here on results would push each other out of the cache.
+  if (bytes > last_level_cache_bytes() / 3 * 2) {
     choose_stores(runs);
   }
   const int64_t pieces = (blocks + kPiece - 1) / kPiece;
