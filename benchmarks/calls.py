@@ -24,8 +24,9 @@ def sample_calls(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds per call of each function, and the page faults of a call, the median over samples.
 
-    Each is called once before: that compiles, and touches new memory. On a GPU every call finds the
-    L2 cache flushed.
+    Each is called once before: that compiles, and touches new memory. On a CPU it is called before
+    every sample too, so that a sample finds heap and caches as a loop of such calls leaves them, not
+    as another function does. On a GPU every call finds the L2 cache flushed.
     """
     flush = L2Flush() if device == "cuda" else None
     faults: dict[str, list[float]] = {name: [] for name in functions}
@@ -38,7 +39,8 @@ def sample_calls(
             if flush is None
             else cuda_sampler(function, calls=min(calls, 20), flush=flush)
         )
-        samplers[name] = _counting_faults(one, calls, faults[name])
+        before = function if flush is None else _nothing
+        samplers[name] = _counting_faults(one, calls, faults[name], before=before)
     samples = interleave(samplers, rounds=rounds, warmup=1, seed=seed)
     return samples, {name: percentile(some[1:], 50) for name, some in faults.items()}
 
@@ -58,11 +60,18 @@ def calls_per_sample(function: Callable[[], object]) -> int:
     return max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / min(seconds))))
 
 
-def _counting_faults(sampler: Sampler, calls: int, faults: list[float]) -> Sampler:
+def _nothing() -> None:
+    pass
+
+
+def _counting_faults(
+    sampler: Sampler, calls: int, faults: list[float], *, before: Callable[[], object]
+) -> Sampler:
     def sample() -> float:
-        before = page_faults()
+        before()
+        start = page_faults()
         seconds = sampler()
-        faults.append((page_faults() - before) / calls)
+        faults.append((page_faults() - start) / calls)
         return seconds
 
     return sample
