@@ -24,7 +24,7 @@ from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
 from ..guards import ShapeGuards
 from ..reports.report import Report, WeightCast
 from ..state import AutocastState
-from .cache import GraphWeights
+from .graph_weights import GraphWeights
 from .hoisting import Hoisted, hoist, weight_casts
 from .scope import Scope
 

@@ -226,7 +226,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
 
         with torch.no_grad(), bf16():
             compiled(x)
-        return [cast.memory.cast.data_ptr() for cast in cache._Shared.lasting.values()]
+        return [cast.memory.cast.data_ptr() for cast in cache.Shared.lasting.values()]
 
     before = addresses()
     with torch.no_grad():

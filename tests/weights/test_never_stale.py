@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from autocast_backend.weights import cache
+from autocast_backend.weights import cache, cast, graph_weights
 
 from .support import Net, bf16, casts_made, data, make, ours
 
@@ -153,11 +153,11 @@ CASES = {
 def without(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one check out of the cache."""
     if check == "step":
-        monkeypatch.setattr(cache, "_all_casts", lambda: iter(()))
+        monkeypatch.setattr(cache, "all_casts", lambda: iter(()))
     elif check == "storage":
-        monkeypatch.setattr(cache, "_storage", lambda weight, when_freed=None: lambda: True)
+        monkeypatch.setattr(cast, "_storage", lambda weight, when_freed=None: lambda: True)
     else:
-        monkeypatch.setattr(cache, f"_{check}", lambda weight: 0)
+        monkeypatch.setattr(cast, f"_{check}", lambda weight: 0)
 
 
 def outputs_before_and_after(case: Case, weight_cache: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,7 +224,7 @@ def test_what_is_captured_is_not_taken_for_computed(
     compiled = torch.compile(model, **ours(weight_cache=lifetime))
 
     def casts(captured: bool) -> int:
-        monkeypatch.setattr(cache, "is_captured", lambda tensor: captured)
+        monkeypatch.setattr(graph_weights, "is_captured", lambda tensor: captured)
         return casts_made(lambda: compiled(x))
 
     with bf16():

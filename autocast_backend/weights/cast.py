@@ -1,0 +1,111 @@
+"""The cast of one weight, and when it is right.
+
+A cast is right while its weight is the tensor that was cast and nothing has written to it: the same
+object, version counter, address and storage, and no optimizer step on it since (optimizers with
+`fused=True` write without counting the version up). The object is known by its id alone, because
+`torch.utils.swap_tensors` refuses tensors with weak references; another tensor with the id of one
+that was freed has another storage, or shares its version counter.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch.tensors import has_other_holders
+from .scope import Scope
+
+Key = tuple[int, torch.dtype]
+"""A weight, by its id, and the dtype it is cast to."""
+
+
+_version = operator.attrgetter("_version")
+_address = torch.Tensor.data_ptr
+
+
+def _storage(weight: Tensor, when_freed: Any = None) -> weakref.ref[Any]:
+    """The storage: `p.data = ...` may put another one at the same address. PyTorch keeps the Python
+    object of a storage for as long as the storage lives."""
+    return weakref.ref(weight.untyped_storage(), when_freed)
+
+
+class _Memory:
+    """Holds the cast of one weight; when the weight is freed, a dead reference takes its place."""
+
+    __slots__ = ("cast",)
+    cast: Tensor
+
+
+class Cast:
+    """The cast of one weight, and what shows that it is still right.
+
+    It is freed by C code alone, because a scope may end inside of ATen's lock (see `scope.Scope`).
+    """
+
+    __slots__ = ("_address", "_layout", "_storage", "_version", "memory")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.memory = _Memory()
+        self._version: int | None = _version(weight)
+        self._address = _address(weight)
+        self._storage = _storage(weight, functools.partial(setattr, self.memory, "cast"))
+        self._layout = (weight.shape, weight.stride())
+
+    def is_right(self, weight: Tensor) -> bool:
+        return (
+            self._version == _version(weight)  # `torch.utils.swap_tensors` may lower it
+            and self._address == _address(weight)
+            and self._storage() is not None
+            and self._layout == (weight.shape, weight.stride())
+        )
+
+    def is_alive(self) -> bool:
+        """Whether its weight has not been freed."""
+        return isinstance(getattr(self.memory, "cast", None), Tensor)
+
+    def spoil(self) -> None:
+        """Its weight may have been written to without a trace."""
+        self._version = None
+
+    def recycled(self) -> Tensor | None:
+        """The memory of a cast that is wrong now, if nobody else holds it: neither an autograd
+        graph nor a view of it that a compiled graph returned."""
+        if not self.is_alive() or has_other_holders(self.memory, "cast"):
+            return None
+        return self.memory.cast
+
+
+class Seen(NamedTuple):
+    """The weights of a graph's last call: what they must still be for their casts to be right.
+
+    The same questions as `Cast.is_right`, asked of all weights at once: 0.3 us a weight.
+    `changes` counts what makes casts wrong without a trace in their weights.
+    """
+
+    scope: Scope | None
+    changes: int
+    ids: list[int]
+    versions: list[int]
+    addresses: list[int]
+    storages: list[weakref.ref[Any]]
+
+    @classmethod
+    def of(cls, weights: list[Tensor], scope: Scope | None, changes: int) -> Seen:
+        storages = list(map(_storage, weights))
+        versions, addresses = list(map(_version, weights)), list(map(_address, weights))
+        return cls(scope, changes, list(map(id, weights)), versions, addresses, storages)
+
+    def holds(self, weights: list[Tensor], scope: Scope | None, changes: int) -> bool:
+        return (
+            self.scope is scope
+            and self.changes == changes
+            and self.ids == list(map(id, weights))
+            and self.versions == list(map(_version, weights))
+            and self.addresses == list(map(_address, weights))
+            and all([storage() is not None for storage in self.storages])  # noqa: C419  (faster)
+        )

@@ -1,0 +1,168 @@
+"""The casts that one compiled graph takes in: found among those of all graphs, or made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch.tensors import is_captured, is_fake
+from ..ops import multi_cast
+from .cache import Shared, watch_optimizers
+from .cast import Cast, Key, Seen
+from .recorded import traced
+from .scope import Scope, current_scope
+
+
+class GraphWeights:
+    """The casts that one compiled graph takes in, found or made for each of its calls.
+
+    Args:
+        dtypes: what each weight is cast to.
+        grads: for which of them autograd records the cast.
+        lasting: keep casts until their weight changes, not until the scope ends.
+        scoped: whether the graph runs inside an autocast context of its caller, whose scope it
+            shares with other graphs. If not, its regions are its own, and so are their casts.
+        keep_memory: give a weight's cast the same address in every scope, as CUDA graphs want it.
+            Its memory then lives as long as the weight.
+
+    On the CPU the memory of casts without gradients is kept, too, until the next training call: the
+    system's new pages cost several times what the cast costs (`benchmarks casts`).
+    """
+
+    def __init__(
+        self,
+        dtypes: Sequence[torch.dtype],
+        grads: Sequence[bool],
+        *,
+        lasting: bool,
+        scoped: bool,
+        keep_memory: bool = False,
+    ) -> None:
+        self._dtypes = tuple(dtypes)
+        self._grads = tuple(grads)
+        self._records = any(grads)
+        self._lasting = lasting
+        self._scoped = scoped
+        self._seen: Seen | None = None
+        self._keep_memory = keep_memory
+        watch_optimizers()
+
+    def scope(self) -> Scope | None:
+        """The scope that a call of this moment is in."""
+        return current_scope() if self._scoped else None
+
+    def casts(self, weights: list[Tensor], scope: Scope | None) -> list[Tensor]:
+        """The casts of `weights`, in order, for a call in `scope`. What is not there, or no longer
+        right, is made now, by one `multi_cast` for each dtype and device."""
+        if self._records and not torch.is_grad_enabled():  # the graph switches autograd on itself
+            with torch.enable_grad():
+                return self.casts(weights, scope)
+        contents = None if scope is None else scope.contents
+        with Shared.lock:
+            # What is made while a CUDA graph is captured is computed when that is replayed, each
+            # time, and nobody else may take it for computed; what was made before would be frozen.
+            captured = is_captured(weights[0])
+            if captured:
+                contents = None
+            nodes: dict[Key, tuple[Cast, Tensor]] = {} if contents is None else contents.nodes
+            if self._lasting and not captured:
+                casts, tie = Shared.lasting, None
+            else:  # outside of every scope, they last for this call
+                casts, tie = ({} if contents is None else contents.casts), scope
+            seen = self._seen
+            if casts and seen is not None and seen.holds(weights, tie, Shared.changes):
+                Shared.hits += len(weights)
+            elif is_fake(weights[0]):  # a graph splitter is asking for shapes
+                return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
+            else:
+                # Before they are read.
+                self._seen = None if captured else Seen.of(weights, tie, Shared.changes)
+                self._make(weights, casts, nodes)
+            return [
+                traced(w, casts[id(w), d], d, nodes) if grad else casts[id(w), d].memory.cast
+                for w, d, grad in zip(weights, self._dtypes, self._grads, strict=True)
+            ]
+
+    def passed_over(self) -> None:
+        """Count a call that ran with its casts inside of the graph."""
+        Shared.misses += len(self._dtypes)
+
+    def _make(
+        self, weights: list[Tensor], casts: dict[Key, Cast], nodes: dict[Key, tuple[Cast, Tensor]]
+    ) -> None:
+        if self._records:
+            Shared.kept_on_cpu.clear()
+        for known in (casts, Shared.kept, Shared.kept_on_cpu):
+            for key in [key for key, cast in known.items() if not cast.is_alive()]:
+                del known[key]
+        made: dict[Key, Cast] = {}
+        apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
+        with_nodes: list[tuple[Key, Tensor]] = []
+        for weight, dtype, grad in zip(weights, self._dtypes, self._grads, strict=True):
+            key = id(weight), dtype
+            cast = casts.get(key)
+            if key in made or (cast is not None and cast.is_right(weight)):
+                continue
+            memory = self._recycled(key, weight, casts)
+            made[key] = Cast(weight)
+            if grad and memory is None:
+                with_nodes.append((key, weight))
+            else:
+                apart.setdefault((dtype, weight.device), []).append((key, weight, memory))
+        results: dict[Key, Tensor] = {}
+        for (dtype, _), group in apart.items():
+            keys, sources, memories = zip(*group, strict=True)
+            results.update(zip(keys, _cast_all(sources, dtype, memories), strict=True))
+        # In the order of the weights, for the gradients get ready in it.
+        for dtype, run in itertools.groupby(with_nodes, key=lambda one: one[0][1]):
+            keys, sources = zip(*run, strict=True)
+            for key, node in zip(keys, multi_cast(sources, dtype), strict=True):
+                results[key] = node.detach()
+                nodes[key] = (made[key], node)
+        for key, cast in made.items():
+            cast.memory.cast = results[key]
+            casts[key] = cast
+            if self._keep_memory and not is_captured(results[key]):
+                Shared.kept[key] = cast
+            elif results[key].is_cpu and not self._lasting and not self._records:
+                Shared.kept_on_cpu[key] = cast
+        Shared.casts += len(made)
+        Shared.misses += len(made)
+        Shared.hits += len(weights) - len(made)
+
+    def _recycled(self, key: Key, weight: Tensor, casts: dict[Key, Cast]) -> Tensor | None:
+        """Memory for a new cast: that of the one it replaces, or of an earlier scope."""
+        if is_captured(weight):
+            return None
+        for former in (casts, Shared.kept, Shared.kept_on_cpu):
+            memory = former[key].recycled() if key in former else None
+            if (
+                memory is not None
+                and memory.device == weight.device
+                and memory.shape == weight.shape
+                and memory.stride() == weight.stride()
+            ):
+                del former[key]
+                return memory
+        return None
+
+
+def _cast_all(
+    weights: Sequence[Tensor], dtype: torch.dtype, memory: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """The weights in `dtype`, in the memory that is given for some of them, without gradients."""
+    # Casts that are made in inference mode must also serve a training graph of the same scope.
+    with torch.inference_mode(False), torch.no_grad():
+        if not any(m is not None for m in memory):
+            return multi_cast(weights, dtype)
+        out = [
+            torch.empty_like(w, dtype=dtype) if m is None else m
+            for w, m in zip(weights, memory, strict=True)
+        ]
+        multi_cast(weights, dtype, out=out)
+        # So that autograd notices if, against expectation, a graph had saved one.
+        torch.autograd.graph.increment_version(out)
+        return out

@@ -1,0 +1,40 @@
+"""Casts of weights as autograd records them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.dynamo import never_traced
+from .cast import Cast, Key
+
+
+class _Traced(torch.autograd.Function):
+    """A cast that was made already - without gradients, in an earlier context, or in the memory of
+    another - as autograd would have recorded it. One node for each weight, as `multi_cast` makes
+    them: one for all would hold every gradient back until the end of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = weight.dtype
+        return cast.detach()
+
+    @staticmethod
+    @never_traced
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return (None if grad is None else grad.to(ctx.dtype)), None
+
+
+def traced(
+    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]]
+) -> Tensor:
+    """The cast with its way back to the weight: the one all graphs of the scope share."""
+    known = nodes.get((id(weight), dtype))
+    if known is not None and known[0] is cast:
+        return known[1]
+    node: Tensor = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
+    nodes[id(weight), dtype] = (cast, node)
+    return node
