@@ -25,8 +25,8 @@ def sample_calls(
     """Seconds per call of each function, and the page faults of a call, the median over samples.
 
     Each is called once before: that compiles, and touches new memory. On a CPU it is called before
-    every sample too, so that a sample finds heap and caches as a loop of such calls leaves them, not
-    as another function does. On a GPU every call finds the L2 cache flushed.
+    every sample too, so that a sample finds heap and caches as a loop of such calls leaves them,
+    not as another function does. On a GPU every call finds the L2 cache flushed.
     """
     flush = L2Flush() if device == "cuda" else None
     faults: dict[str, list[float]] = {name: [] for name in functions}

@@ -4,8 +4,8 @@ Candidates of one comparison, all in the same rounds:
 
 - `copy`: the limit. One copy that reads and writes as many bytes as the casts do, into memory that
   has been written before;
-- `.to`: `[x.to(dtype) for x in xs]`, into new tensors; `multi_cast`: the same in one call; `control`:
-  `.to` once more, and what it differs by is noise;
+- `.to`: `[x.to(dtype) for x in xs]`, into new tensors; `multi_cast`: the same in one call;
+- `control`: `.to` once more, and what it differs by is noise;
 - `foreach out`: `torch._foreach_copy_` into tensors that are used again; `multi_cast out`: as well;
 - `.to grad`, `multi_cast grad`: as the first two, where every tensor requires grad;
 - `triton`, `triton out`: `multi_cast` by the kernels of the Triton tier, where a GPU has one;
@@ -30,8 +30,8 @@ from benchmarks.harness import Row, compare, percentile
 
 # Where a pass over memory, not the call, is what takes the time.
 LARGE_BYTES = 64 * 2**20
-# Of smaller sets each candidate is measured with its tensors in several places: what the caches make
-# of the memory that the heap happens to give differs by more than the candidates do.
+# Of smaller sets each candidate is measured with its tensors in several places: what the caches
+# make of the memory that the heap happens to give differs by more than the candidates do.
 PLACES = 5
 
 

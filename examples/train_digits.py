@@ -3,7 +3,7 @@
     python examples/train_digits.py
 
 The data are the 1,797 images that scikit-learn ships. Every row of the table trains the same model
-from the same seed on the same batches:
+from the same seed on the same batches, in a process of its own; they take turns, epoch by epoch:
 
     fp32            eager, without autocast
     autocast        eager, under torch.autocast
@@ -24,9 +24,9 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,54 +178,59 @@ class Result:
     losses: list[float]  # one per step
 
 
-def train(row: Row, settings: Settings) -> Result:
-    """Train one model from scratch, the way that `row` says."""
-    torch.set_num_threads(settings.threads)
-    torch.manual_seed(settings.seed)
-    order = torch.Generator().manual_seed(settings.seed)
-    digits = load_digits(settings.device, settings.train_images)
-    model = VisionTransformer().to(settings.device)
-    compiled = row.compile(model, settings.inner)
+class Training:
+    """One model, trained from scratch the way that `row` says, epoch by epoch."""
 
-    steps = settings.epochs * (len(digits.train_labels) // settings.batch_size)
-    if steps < 2:
-        raise ValueError(
-            f"expected --epochs and --batch-size that make at least 2 training steps; got {steps} "
-            f"from {len(digits.train_labels)} images; take more epochs or smaller batches"
+    def __init__(self, row: Row, settings: Settings) -> None:
+        torch.set_num_threads(settings.threads)
+        torch.manual_seed(settings.seed)
+        self.row, self.settings = row, settings
+        self.order = torch.Generator().manual_seed(settings.seed)
+        self.digits = load_digits(settings.device, settings.train_images)
+        self.model = VisionTransformer().to(settings.device)
+        self.compiled = row.compile(self.model, settings.inner)
+
+        steps = settings.epochs * (len(self.digits.train_labels) // settings.batch_size)
+        if steps < 2:
+            raise ValueError(
+                f"expected --epochs and --batch-size that make at least 2 training steps; got "
+                f"{steps} from {len(self.digits.train_labels)} images; take more epochs or smaller "
+                "batches"
+            )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.3)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, max_lr=4e-3, total_steps=steps
         )
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
-    # Gradients underflow in float16 without a scaled loss; bfloat16 has the range of float32.
-    scaled = row.autocast and settings.dtype == "float16"
-    scaler = torch.amp.GradScaler(settings.device, init_scale=1024, enabled=scaled)
+        # Gradients underflow in float16 without a scaled loss; bfloat16 has the range of float32.
+        scaled = row.autocast and settings.dtype == "float16"
+        self.scaler = torch.amp.GradScaler(settings.device, init_scale=1024, enabled=scaled)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
 
-    losses: list[float] = []
-    seconds: list[float] = []
-    progress = tqdm(total=steps * settings.batch_size, desc=f"{row.label:>24}", unit=" samples")
-    for _ in range(settings.epochs):
-        for images, labels in batches(digits, settings.batch_size, order):
+    def epoch(self) -> float:
+        """Train one more epoch; the loss of its last step."""
+        for images, labels in batches(self.digits, self.settings.batch_size, self.order):
             start = time.perf_counter()
-            with settings.autocast(row):
-                loss = F.cross_entropy(compiled(images), labels)
-            scaler.scale(loss).backward()  # outside autocast, as PyTorch recommends
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            schedule.step()
-            losses.append(loss.item())  # waits for the GPU: the clock is read when work is done
-            seconds.append(time.perf_counter() - start)
-            progress.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
-            progress.update(settings.batch_size)
-    progress.close()
+            with self.settings.autocast(self.row):
+                loss = F.cross_entropy(self.compiled(images), labels)
+            self.scaler.scale(loss).backward()  # outside autocast, as PyTorch recommends
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.losses.append(loss.item())  # waits for the GPU: the clock is read after the work
+            self.seconds.append(time.perf_counter() - start)
+        return self.losses[-1]
 
-    return Result(
-        label=row.label,
-        accuracy=accuracy(compiled, digits, settings.autocast(row)),
-        seconds_per_step=statistics.median(seconds[1:]),
-        casts_per_step=casts_per_step(row, settings, digits),
-        first_step_seconds=seconds[0],
-        losses=losses,
-    )
+    def result(self) -> Result:
+        return Result(
+            label=self.row.label,
+            accuracy=accuracy(self.compiled, self.digits, self.settings.autocast(self.row)),
+            seconds_per_step=statistics.median(self.seconds[1:]),
+            casts_per_step=casts_per_step(self.row, self.settings, self.digits),
+            first_step_seconds=self.seconds[0],
+            losses=self.losses,
+        )
 
 
 def accuracy(model: nn.Module, digits: Digits, autocast: AbstractContextManager[Any]) -> float:
@@ -254,14 +259,46 @@ def casts_per_step(row: Row, settings: Settings, digits: Digits) -> int:
     return counter.casts
 
 
-def train_in_new_process(row: Row, settings: Settings) -> Result:
-    """`train`, in a fresh process with an empty compile cache: every first step is a cold compile,
-    and no row finds kernels that the row before it has built."""
-    with tempfile.TemporaryDirectory(prefix="train_digits_") as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # the new process inherits it
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
-            return process.submit(train, row, settings).result()
+# --- Four processes, in turns ---
+
+_training: Training  # of this process
+
+
+def _begin(row: Row, settings: Settings) -> None:
+    global _training
+    _training = Training(row, settings)
+
+
+def _epoch() -> float:
+    return _training.epoch()
+
+
+def _result() -> Result:
+    return _training.result()
+
+
+def train(rows: Sequence[Row], settings: Settings) -> list[Result]:
+    """Train each row in a fresh process with an empty compile cache: every first step is a cold
+    compile, and no row finds kernels that another has built. The processes take turns, an epoch
+    each, so that all rows see the same hours of the machine."""
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        processes = []
+        for row in rows:
+            cache = tempfile.TemporaryDirectory(prefix="train_digits_")
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = stack.enter_context(cache)
+            process = stack.enter_context(ProcessPoolExecutor(max_workers=1, mp_context=spawn))
+            process.submit(_begin, row, settings).result()  # the new process inherits the variable
+            processes.append(process)
+        progress = tqdm(total=settings.epochs * len(rows), unit=" epochs")
+        for _ in range(settings.epochs):
+            for row, process in zip(rows, processes, strict=True):
+                progress.set_description_str(f"{row.label:>24}")
+                loss = process.submit(_epoch).result()
+                progress.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+                progress.update()
+        progress.close()
+        return [process.submit(_result).result() for process in processes]
 
 
 # --- What the user sees ---
@@ -342,7 +379,7 @@ def main() -> None:
     facts = machine(settings.device)
     print(", ".join(f"{name} {fact}" for name, fact in facts.items() if fact is not None))
 
-    results = [train_in_new_process(ROWS[row], settings) for row in rows]
+    results = train([ROWS[row] for row in rows], settings)
 
     out.mkdir(parents=True, exist_ok=True)
     plot_losses(results, out / "loss.png")

@@ -94,4 +94,4 @@ def test_too_few_steps_are_refused() -> None:
         seed=0,
     )
     with pytest.raises(ValueError, match="at least 2 training steps; got 1 from 64 images"):
-        train_digits.train(train_digits.ROWS["fp32"], settings)
+        train_digits.Training(train_digits.ROWS["fp32"], settings)
