@@ -86,9 +86,10 @@ class GraphWeights:
                 for w, d, grad in zip(weights, self._dtypes, self._grads, strict=True)
             ]
 
-    def passed_over(self) -> None:
-        """Count a call that ran with its casts inside of the graph."""
-        Shared.misses += len(self._dtypes)
+    @staticmethod
+    def passed_over(count: int) -> None:
+        """Count a call that ran with so many casts inside of the graph."""
+        Shared.misses += count
 
     def _make(
         self, weights: list[Tensor], casts: dict[Key, Cast], nodes: dict[Key, tuple[Cast, Tensor]]

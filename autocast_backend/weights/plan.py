@@ -8,6 +8,9 @@ cache. So a graph is compiled
                       all calls in a scope; and with weight_cache="version"
     casts inside      otherwise, at first; with the casts outside as well, once a second call comes
                       in one scope. Which of the two runs is then foretold by the last scope.
+
+On the CPU a large cast is always outside: no cache holds it until its reader comes, and outside it
+has memory that is used again.
 """
 
 from __future__ import annotations
@@ -34,7 +37,13 @@ USES_THAT_PAY = 2
 """Calls in one scope from which on a cast outside of the graph is faster than one in each call:
 `benchmarks threshold`."""
 
+LARGE_CAST_BYTES = 32 * 2**20
+"""Casts on the CPU from which on one outside is faster even for a single call. glibc asks the
+system for new pages for each allocation of this size (its greatest M_MMAP_THRESHOLD), and their
+page faults take longer than the cast: `benchmarks decode`, a context per token."""
+
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+InScope = Callable[[Scope | None, Sequence[Any]], Any]
 
 
 class WeightPlan:
@@ -73,19 +82,30 @@ class WeightPlan:
         """Compile the graph, with its casts where the plan wants them."""
         if not self._casts:
             return compile_graph(self._graph_module, self._inputs)
-        hoisted = hoist(self._graph_module, self._inputs, self._casts)
-        weights = GraphWeights(
+        hoisted, weights = self._take_out(self._casts)
+        large = {cast: i for cast, i in self._casts.items() if _is_large_on_cpu(cast)}
+        if self._lasting or any(hoisted.grads) or len(large) == len(self._casts):
+            return self._outside(hoisted, weights, compile_graph).call
+        if large:
+            inside: InScope = self._outside(*self._take_out(large), compile_graph).in_scope
+        else:
+            inside = _inside(compile_graph(self._graph_module, self._inputs))
+        count = len(self._casts) - len(large)
+        return _ByUse(hoisted, weights, inside, count, compile_graph).call
+
+    def _take_out(self, casts: dict[fx.Node, int]) -> tuple[Hoisted, GraphWeights]:
+        hoisted = hoist(self._graph_module, self._inputs, casts)
+        return hoisted, GraphWeights(
             hoisted.dtypes,
             hoisted.grads,
             lasting=self._lasting,
             scoped=self._scoped,
             keep_memory=self._keep_memory,
         )
-        if self._lasting or any(hoisted.grads):
-            given = [self._inputs[i] for i in hoisted.kept] + hoisted.inputs[len(hoisted.kept) :]
-            return _Outside(hoisted, weights, compile_graph(hoisted.graph_module, given)).call
-        inside = compile_graph(self._graph_module, self._inputs)
-        return _ByUse(hoisted, weights, inside, compile_graph).call
+
+    def _outside(self, hoisted: Hoisted, weights: GraphWeights, compile_graph: Compile) -> _Outside:
+        given = [self._inputs[i] for i in hoisted.kept] + hoisted.inputs[len(hoisted.kept) :]
+        return _Outside(hoisted, weights, compile_graph(hoisted.graph_module, given))
 
 
 class _Outside:
@@ -105,18 +125,25 @@ class _Outside:
         return self._code(*[args[i] for i in self._kept], *casts)
 
 
+def _inside(code: Callable[..., Any]) -> InScope:
+    return lambda scope, args: code(*args)
+
+
 class _ByUse:
-    """A graph compiled with its casts inside, and, from the second call in one scope on, with its
-    casts outside, too. Autograd records none of them, so both give the same bits."""
+    """A graph compiled with its casts inside (but for large ones), and, from the second call in one
+    scope on, with its casts outside, too. Autograd records none of them, so both give the same
+    bits."""
 
     def __init__(
         self,
         hoisted: Hoisted,
         weights: GraphWeights,
-        inside: Callable[..., Any],
+        inside: InScope,
+        count_inside: int,
         compile_graph: Compile,
     ) -> None:
         self._inside = inside
+        self._count_inside = count_inside
         self._outside: _Outside | None = None
         self._hoisted = hoisted
         self._weights = weights
@@ -132,15 +159,15 @@ class _ByUse:
             self._uses_before, self._uses, self._scope = self._uses, 0, scope
         self._uses += 1
         if scope is None or max(self._uses, self._uses_before) < USES_THAT_PAY:
-            return self._call_inside(args)
+            return self._call_inside(scope, args)
         outside = self._outside or self._compile()
         if self._broken is not None and self._broken(args):
-            return self._call_inside(args)
+            return self._call_inside(scope, args)
         return outside.in_scope(scope, args)
 
-    def _call_inside(self, args: Sequence[Any]) -> Any:
-        self._weights.passed_over()
-        return self._inside(*args)
+    def _call_inside(self, scope: Scope | None, args: Sequence[Any]) -> Any:
+        self._weights.passed_over(self._count_inside)
+        return self._inside(scope, args)
 
     def _compile(self) -> _Outside:
         hoisted = self._hoisted
@@ -156,6 +183,12 @@ class _ByUse:
             self._broken = guards.check(hoisted.arguments)
             self._outside = _Outside(hoisted, self._weights, code)
             return self._outside
+
+
+def _is_large_on_cpu(cast: fx.Node) -> bool:
+    result = cast.meta["example_value"]
+    size = result.untyped_storage().nbytes()  # symbolic where the weight's shape is
+    return result.is_cpu and isinstance(size, int) and size >= LARGE_CAST_BYTES
 
 
 def _why_none(

@@ -70,6 +70,7 @@ def test_decode_is_judged_by_the_limit_or_by_the_noise():
 
 def test_the_threshold_is_judged_by_both_places_of_a_cast(tmp_path, monkeypatch):
     monkeypatch.setattr(threshold, "USES", (1, 2))
+    monkeypatch.setattr(threshold, "QUICK_SIZES", (1, 32))
     tiny = GPT(1, width=32, heads=2), 1024
     monkeypatch.setattr(threshold, "model_of", lambda quick: tiny)
     compiled = threshold.compiled
@@ -78,5 +79,10 @@ def test_the_threshold_is_judged_by_both_places_of_a_cast(tmp_path, monkeypatch)
     assert threshold.main(["--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
     assert weight_cache_info().casts > before  # outside of a graph, also with one call in a context
     answer = Answer.load(tmp_path / "threshold.json")
-    assert [*answer.sections] == ["1 calls in a context", "2 calls in a context"]
-    assert len(answer.targets) == 1
+    assert [*answer.sections] == [
+        "1 calls in a context",
+        "2 calls in a context",
+        "one call in a context, a cast of 1 MiB",
+        "one call in a context, a cast of 32 MiB",
+    ]
+    assert len(answer.targets) == 2

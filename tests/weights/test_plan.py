@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autocast_backend import weight_cache_info
 from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
+from autocast_backend.weights import plan
 from autocast_backend.weights.plan import WeightPlan
 from tests.support import BF16, assert_same_bits, capture, lower_with_report, targets
 
@@ -52,7 +53,7 @@ def plan_of(
         compiled.append(module)
         return module.forward
 
-    plan = WeightPlan(
+    weight_plan = WeightPlan(
         graph,
         given,
         weight_cache=weight_cache,
@@ -60,7 +61,7 @@ def plan_of(
         inductor=inductor,
         report=report,
     )
-    plan.compile(compile_graph)
+    weight_plan.compile(compile_graph)
     return compiled, report
 
 
@@ -219,6 +220,66 @@ def test_the_second_call_of_a_scope_makes_the_casts() -> None:
     assert compiles[0] == 1
     assert compiles[2:5] == [1, 2, 2]
     assert compiles[-1] == 2
+
+
+class Uneven(nn.Module):
+    """A large weight, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(8, 64, bias=False)
+        self.small = nn.Linear(64, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.large(x))
+
+
+@pytest.fixture
+def large_from_1_kib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LARGE_CAST_BYTES", 2 * 8 * 64)
+
+
+@pytest.mark.usefixtures("large_from_1_kib")
+def test_a_large_cast_is_outside_for_a_single_call_too() -> None:
+    with torch.no_grad():
+        graphs, _ = plan_of(make(Uneven), data(3, 8))
+        assert casts_inside(graphs) == [3]  # two activations and the small weight
+        assert len(graphs[0].graph.find_nodes(op="placeholder")) == 3
+
+    model, x = torch.compile(make(Uneven), **ours()), data(3, 8)
+    eager = torch.compile(make(Uneven), **EAGER)
+    memory: list[int] = []
+
+    def calls(n: int) -> None:
+        with bf16(), torch.no_grad():
+            for _ in range(n):
+                assert_same_bits(model(x), eager(x))
+        memory.append(weight_cache_info().bytes)
+
+    before = weight_cache_info()
+    assert [casts_made(lambda: calls(1)) for _ in range(3)] == [1, 1, 1]
+    assert len(set(memory)) == 1  # each in that of the one before
+    after = weight_cache_info()
+    assert after.misses - before.misses == 6  # three of a large cast, three of one that was inside
+    assert casts_made(lambda: calls(2)) == 2  # the large one, and by the second call the small one
+
+
+def test_a_cast_is_not_large_by_a_byte(
+    large_from_1_kib: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "LARGE_CAST_BYTES", plan.LARGE_CAST_BYTES + 1)
+    with torch.no_grad():
+        graphs, _ = plan_of(make(Uneven), data(3, 8))
+    assert casts_inside(graphs) == [4]
+
+
+@pytest.mark.usefixtures("large_from_1_kib")
+def test_where_all_casts_are_large_there_is_one_graph() -> None:
+    model, x = torch.compile(nn.Linear(8, 64, bias=False), **ours()), data(3, 8)
+    counters.clear()
+    with bf16(), torch.no_grad():
+        assert casts_made(lambda: [model(x) for _ in range(3)]) == 1
+    assert counters["aot_autograd"]["ok"] == 1
 
 
 def test_both_graphs_give_the_same_bits() -> None:
