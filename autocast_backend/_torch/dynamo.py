@@ -176,6 +176,14 @@ def is_static_input(node: torch.fx.Node) -> bool:
     return bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
 
 
+def keep_static_inputs(copy: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Have AOTAutograd look for static inputs in a copy of Dynamo's graph, too: it does so in
+    graphs with this attribute, and takes others for export's, whose placeholders say nothing."""
+    name = "_param_name_to_source"
+    if name in vars(original):
+        vars(copy)[name] = vars(original)[name]
+
+
 def input_name(node: torch.fx.Node) -> str:
     """What an input is called in the user's program, such as `self.blocks.0.weight`; where Dynamo
     did not say, its name in the graph."""

@@ -4,34 +4,52 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from .cuda_graphs import Place
 
-def has_other_holders(owner: Any, name: str) -> bool:
+
+def has_other_holders(owner: Any, name: str, recorded: Mapping[int, list[Place]]) -> bool:
     """Whether anything but the attribute `name` of `owner` keeps that tensor, or a view of it.
 
     Python references, references from C++ (an autograd graph that saved it) and other tensors on
     its storage are counted; how much a tensor without other holders counts differs between
     versions of Python and PyTorch, so one is counted here to compare.
+
+    Args:
+        recorded: as `recorded_outputs` found them: what these places hold does not count, unless
+            something else holds it, too.
     """
-    return _holders(owner, name) != _alone()
-
-
-def _holders(owner: Any, name: str) -> tuple[int, int, int]:
+    alone = _alone()
+    storage = getattr(owner, name).untyped_storage()._cdata
+    places = recorded.get(storage, ())
+    times = Counter([id(held[i]) for held, i in places])
     return (
-        sys.getrefcount(getattr(owner, name)),
-        getattr(owner, name)._use_count(),
-        torch._C._storage_Use_Count(getattr(owner, name).untyped_storage()._cdata),
+        (sys.getrefcount(getattr(owner, name)), getattr(owner, name)._use_count()) != alone[:2]
+        or torch._C._storage_Use_Count(storage) != alone[2] + len(times)
+        or any(
+            (sys.getrefcount(held[i]) - times[id(held[i])] + 1, held[i]._use_count()) != alone[:2]  # type: ignore[union-attr]
+            for held, i in places
+        )
     )
 
 
 @functools.cache
 def _alone() -> tuple[int, int, int]:
-    return _holders(SimpleNamespace(tensor=torch.empty(1)), "tensor")
+    """Counts of a tensor with one holder: Python references, those from C++, tensors on its
+    storage."""
+    owner = SimpleNamespace(tensor=torch.empty(1))
+    storage = owner.tensor.untyped_storage()._cdata
+    return (
+        sys.getrefcount(owner.tensor),
+        owner.tensor._use_count(),
+        torch._C._storage_Use_Count(storage),
+    )
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -38,7 +39,9 @@ class Shared:
 
     lock = threading.RLock()
     lasting: ClassVar[dict[Key, Cast]] = {}  # of weight_cache="version"
-    kept: ClassVar[dict[Key, Cast]] = {}  # the last casts of graphs that keep their memory
+    # The last casts of graphs that keep their memory. A weight has several where autograd graphs of
+    # earlier scopes held the others meanwhile.
+    kept: ClassVar[dict[Key, list[Cast]]] = {}
     kept_on_cpu: ClassVar[dict[Key, Cast]] = {}  # those of other graphs without gradients
     changes = 0  # counts what makes casts wrong without a trace in their weights
     hits = misses = casts = 0
@@ -61,11 +64,16 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         Shared.changes += bool(spoilt)
 
 
-def all_casts() -> Iterator[tuple[Key, Cast]]:
-    """Every cast that a call may find."""
+def stores() -> list[dict[Key, Cast]]:
+    """Where calls find casts at this moment."""
     scope = last_scope()
     contents = None if scope is None else scope.contents
-    for casts in (Shared.lasting, {} if contents is None else contents.casts):
+    return [Shared.lasting] if contents is None else [Shared.lasting, contents.casts]
+
+
+def all_casts() -> Iterator[tuple[Key, Cast]]:
+    """Every cast that a call may find."""
+    for casts in stores():
         yield from casts.items()
 
 
@@ -94,7 +102,7 @@ def weight_cache_info() -> WeightCacheInfo:
     """
     with Shared.lock:
         found = [cast for _, cast in all_casts() if cast.is_alive()]
-        kept = [*Shared.kept.values(), *Shared.kept_on_cpu.values()]
+        kept = [*itertools.chain(*Shared.kept.values()), *Shared.kept_on_cpu.values()]
         holding = found + [cast for cast in kept if cast.is_alive()]
         memories = {id(cast): cast.memory.cast for cast in holding}
         size = sum(memory.nbytes for memory in memories.values())

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._torch.cuda_graphs import Place
 from .._torch.tensors import has_other_holders
 from .scope import Scope
 
@@ -72,12 +74,21 @@ class Cast:
         """Its weight may have been written to without a trace."""
         self._version = None
 
-    def recycled(self) -> Tensor | None:
-        """The memory of a cast that is wrong now, if nobody else holds it: neither an autograd
-        graph nor a view of it that a compiled graph returned."""
-        if not self.is_alive() or has_other_holders(self.memory, "cast"):
-            return None
-        return self.memory.cast
+    def can_be_replaced(self, weight: Tensor, recorded: Mapping[int, list[Place]]) -> bool:
+        """Whether its memory may be written over by a later cast of `weight`: it fits, and nobody
+        else holds it, neither an autograd graph nor a view of it that a compiled graph returned.
+
+        Args:
+            recorded: as `recorded_outputs` found them.
+        """
+        if not self.is_alive() or has_other_holders(self.memory, "cast", recorded):
+            return False
+        memory = self.memory.cast
+        return (
+            memory.device == weight.device
+            and memory.shape == weight.shape
+            and memory.stride() == weight.stride()
+        )
 
 
 class Seen(NamedTuple):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from .._torch.cuda_graphs import Place, recorded_outputs
 from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
-from .cache import Shared, watch_optimizers
+from .cache import Shared, stores, watch_optimizers
 from .cast import Cast, Key, Seen
 from .recorded import traced
 from .scope import Scope, current_scope
@@ -96,19 +97,27 @@ class GraphWeights:
     ) -> None:
         if self._records:
             Shared.kept_on_cpu.clear()
-        for known in (casts, Shared.kept, Shared.kept_on_cpu):
-            for key in [key for key, cast in known.items() if not cast.is_alive()]:
-                del known[key]
+        _forget_dead(casts)
+        recorded = recorded_outputs() if Shared.kept else {}
         made: dict[Key, Cast] = {}
+        former: dict[Key, Cast] = {}
         apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
         with_nodes: list[tuple[Key, Tensor]] = []
         for weight, dtype, grad in zip(weights, self._dtypes, self._grads, strict=True):
             key = id(weight), dtype
             cast = casts.get(key)
-            if key in made or (cast is not None and cast.is_right(weight)):
+            if key in made:
                 continue
-            memory = self._recycled(key, weight, casts)
+            if cast is not None and cast.is_right(weight):
+                if self._keep_memory and cast not in Shared.kept.get(key, ()):
+                    Shared.kept.setdefault(key, []).append(cast)
+                continue
+            nodes.pop(key, None)  # of the wrong cast, whose memory it holds
+            replaced = _replaceable(key, weight, casts, recorded)
             made[key] = Cast(weight)
+            if replaced is not None:
+                former[key] = replaced
+            memory = None if replaced is None else replaced.memory.cast
             if grad and memory is None:
                 with_nodes.append((key, weight))
             else:
@@ -126,29 +135,49 @@ class GraphWeights:
         for key, cast in made.items():
             cast.memory.cast = results[key]
             casts[key] = cast
-            if self._keep_memory and not is_captured(results[key]):
-                Shared.kept[key] = cast
-            elif results[key].is_cpu and not self._lasting and not self._records:
-                Shared.kept_on_cpu[key] = cast
+            self._keep(key, cast, former.get(key))
         Shared.casts += len(made)
         Shared.misses += len(made)
         Shared.hits += len(weights) - len(made)
 
-    def _recycled(self, key: Key, weight: Tensor, casts: dict[Key, Cast]) -> Tensor | None:
-        """Memory for a new cast: that of the one it replaces, or of an earlier scope."""
-        if is_captured(weight):
-            return None
-        for former in (casts, Shared.kept, Shared.kept_on_cpu):
-            memory = former[key].recycled() if key in former else None
-            if (
-                memory is not None
-                and memory.device == weight.device
-                and memory.shape == weight.shape
-                and memory.stride() == weight.stride()
-            ):
-                del former[key]
-                return memory
+    def _keep(self, key: Key, cast: Cast, former: Cast | None) -> None:
+        """Have later scopes find the memory of a new cast, in the place of that of `former`."""
+        kept = Shared.kept.get(key, [])
+        memory = cast.memory.cast
+        if former in kept:  # also where this graph would not keep it: another one does
+            kept[kept.index(former)] = cast
+        elif self._keep_memory and not is_captured(memory):
+            Shared.kept.setdefault(key, []).append(cast)
+        elif memory.is_cpu and not self._lasting and not self._records:
+            Shared.kept_on_cpu[key] = cast
+        elif Shared.kept_on_cpu.get(key) is former:
+            Shared.kept_on_cpu.pop(key, None)
+
+
+def _forget_dead(casts: dict[Key, Cast]) -> None:
+    """Drop the casts of weights that have been freed."""
+    for known in (casts, Shared.kept_on_cpu):
+        for key in [key for key, cast in known.items() if not cast.is_alive()]:
+            del known[key]
+    for key in list(Shared.kept):
+        Shared.kept[key] = [cast for cast in Shared.kept[key] if cast.is_alive()]
+        if not Shared.kept[key]:
+            del Shared.kept[key]
+
+
+def _replaceable(
+    key: Key, weight: Tensor, casts: dict[Key, Cast], recorded: Mapping[int, list[Place]]
+) -> Cast | None:
+    """A cast whose memory a new one can have: the one it replaces, or one of an earlier scope.
+    These are tried in the same order in every step, so that CUDA graphs meet the same memory."""
+    if is_captured(weight):
         return None
+    used = [store[key] for store in stores() if store is not casts and key in store]
+    known = [casts.get(key), *Shared.kept.get(key, ()), Shared.kept_on_cpu.get(key)]
+    for cast in known:
+        if cast is not None and cast not in used and cast.can_be_replaced(weight, recorded):
+            return cast
+    return None
 
 
 def _cast_all(

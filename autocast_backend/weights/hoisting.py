@@ -31,6 +31,7 @@ from .._torch.dynamo import (
     input_name,
     is_higher_order_op,
     is_static_input,
+    keep_static_inputs,
     pass_through_error,
 )
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
@@ -148,6 +149,7 @@ def hoist(
     kept = [i for i, node in enumerate(placeholders) if node.users or i not in cast]
     for i in cast.difference(kept):
         graph.erase_node(placeholders[i])
+    keep_static_inputs(module, graph_module)
     module.recompile()
     return Hoisted(
         graph_module=module,
