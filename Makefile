@@ -60,7 +60,8 @@ cuda: $(installed)  ## compile the CUDA library; needs nvcc, but neither a GPU n
 bench: $(installed)  ## run a benchmark: make bench ARGS="compile --help"
 	$(python) -m benchmarks $(or $(ARGS),compile)
 
-gpu: $(installed)  ## on a machine with a GPU: build, tests, demo and benchmarks; results in gpu-out/
+# It builds within its own time where nothing has to be installed first.
+gpu: $(if $(SYSTEM),,$(installed))  ## on a machine with a GPU: build, tests, demo and benchmarks; results in gpu-out/
 	$(python) -m benchmarks gpu $(ARGS)
 
 clean:  ## remove everything that was built, but not .venv

@@ -63,6 +63,7 @@ class Answer:
         machine: `machine_facts()` when it began; the load average is added again at the end.
         sections: the measurements by name, JSON-ready.
         targets: what they were compared with.
+        complete: whether it holds all that was asked for; not while the question goes on.
     """
 
     question: str
@@ -71,6 +72,7 @@ class Answer:
     machine: dict[str, object] = field(default_factory=machine_facts)
     sections: dict[str, object] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
+    complete: bool = True
 
     @classmethod
     def to(cls, question: str, flags: argparse.Namespace) -> Answer:
@@ -92,8 +94,13 @@ class Answer:
         body = [[t.name, t.goal, t.measured, t.verdict] for t in self.targets]
         return text_table(["target", "goal", "measured", "verdict"], body)
 
-    def save(self, folder: Path | None = None) -> Path:
-        """Write `<folder>/<question>.json`; the folder defaults to this machine's results."""
+    def save(self, folder: Path | None = None, *, complete: bool = True) -> Path:
+        """Write `<folder>/<question>.json`; the folder defaults to this machine's results.
+
+        Questions save after each of their sections, not `complete` yet: a time limit, or a kernel
+        that takes the process with it, leaves what was measured before.
+        """
+        self.complete = complete
         folder = folder if folder is not None else RESULTS / machine_slug(self.device)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.question}.json"

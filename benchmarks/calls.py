@@ -17,6 +17,8 @@ from benchmarks.harness import (
 
 SAMPLE_SECONDS = 2e-3  # a sample takes at least that long: several calls of what takes less
 MOST_CALLS = 200
+# Until the first of them is waited for, all of them are queued, each with its results.
+MOST_CUDA_CALLS = 20
 
 
 def sample_calls(
@@ -33,11 +35,11 @@ def sample_calls(
     samplers = {}
     for name, function in functions.items():
         function()
-        calls = calls_per_sample(function)
+        calls = min(calls_per_sample(function), MOST_CALLS if flush is None else MOST_CUDA_CALLS)
         one: Sampler = (
             host_sampler(function, calls=calls)
             if flush is None
-            else cuda_sampler(function, calls=min(calls, 20), flush=flush)
+            else cuda_sampler(function, calls=calls, flush=flush)
         )
         before = function if flush is None else _nothing
         samplers[name] = _counting_faults(one, calls, faults[name], before=before)

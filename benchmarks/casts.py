@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     for cast_set in cast_sets(largest_kib=flags.largest * 2**10, models=flags.models):
         if flags.sets is None or any(part in cast_set.name for part in flags.sets):
             _measure(cast_set, flags, answer)
+            answer.save(flags.out, complete=False)
     print("\n" + answer.targets_table())
     print(f"\nwritten to {answer.save(flags.out)}")
     return 0

@@ -49,8 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     # Calls first: their microseconds suffer most from a machine that compiling has made hot.
     if "calls" in flags.only:
         _calls(flags, answer)
+        answer.save(flags.out, complete=False)
     if "lowering" in flags.only:
         _lowering(flags, answer)
+        answer.save(flags.out, complete=False)
     if "first-step" in flags.only:
         _first_steps(flags, answer)
     print("\n" + answer.targets_table())

@@ -113,6 +113,7 @@ def main(arguments: Sequence[str]) -> int:
             f"\n{form}, {parameters / 1e6:.0f} M parameters\n{table(rows, unit='ms')}", flush=True
         )
         judge(form, rows, answer)
+        answer.save(flags.out, complete=False)
     print(f"\n{answer.targets_table()}\n\n{answer.save(flags.out)}")
     return 0
 

@@ -177,6 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     answer = Answer.to("fused", flags)
     for make in comparisons(flags.device, quick=flags.quick, only=flags.only):
         _measure(make(), flags, answer)
+        answer.save(flags.out, complete=False)
     print(f"\n{answer.targets_table()}\n\n{answer.save(flags.out)}")
     return 0
 

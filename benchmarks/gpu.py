@@ -3,6 +3,10 @@
 No network is used: torch (2.11 or newer, with CUDA) and what the tests and the demo import must be
 installed. Each stage is a process with a time limit; one that fails is recorded and the others
 still run. The exit code is 0 only if all succeeded.
+
+All stages together may take longer than the time they get, and come in the order of their value.
+Where commands have a limit of their own, run them in parts, each of which fits: `--only kernels`,
+`--only checks`, `--only models`.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +34,29 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = "2.11"
 WHOLE_RUN_SECONDS = 530  # with margin under 9 minutes
 TIMED_OUT = 124
+
+PARTS = {
+    "kernels": ("build", "info", "tests", "casts", "launch", "fused", "roofline"),
+    "checks": ("build", "tests-triton", "memcheck", "racecheck", "tests-models", "demo-bf16"),
+    "models": ("build", "demo-fp16", "decode", "memory", "compile"),
+}
+"""What `--only` takes beside the names of stages: the limits of each fit in the whole time."""
+
+MODEL_TESTS = ("tests/weights", "tests/backward", "tests/examples", "tests/benchmarks")
+"""Where tests for a GPU are, beside tests/ops; other folders need packages that may be missing."""
+_CAST, _OTHERS = "tests/ops/test_multi_cast_cuda.py", "tests/ops/test_list_casts_cuda.py"
+RACE_TESTS = (f"{_OTHERS}::test_cast_with_stats",)
+MEMORY_TESTS = (
+    # float32 to bfloat16 and float8, and back: vectors of all widths.
+    *(f"{_CAST}::test_sizes_and_alignment[source{i}-target{i}]" for i in (9, 10, 19)),
+    f"{_CAST}::test_mixtures",
+    f"{_CAST}::test_tables_of_every_size",
+    f"{_CAST}::test_large_and_small_tensors_in_one_list",
+    f"{_OTHERS}::test_unscale_cast",
+    f"{_OTHERS}::test_stochastic_cast_has_the_bits_of_the_cpu",
+    *RACE_TESTS,
+)
+"""Every kernel, without the captures: these need the caching allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,40 +83,55 @@ StageRunner = Callable[[Stage, Path], int]
 
 
 def stages(out: Path) -> list[Stage]:
-    """The stages in order; what they produce goes to `out`."""
+    """The stages by their value. What they make goes to `out`, JSON to this machine's results."""
     python = sys.executable
     build = ("setup.py", "--quiet", "build_ext", "--inplace", "egg_info")  # installs nothing
     triton = ("env", "SMART_AUTOCAST_KERNELS=triton")
+    # What a broken kernel leaves behind fails every test after it.
+    test = (python, "-m", "pytest", "-q", "--tb=short", "--maxfail=25", "-m", "gpu")
     demo = (python, "examples/train_digits.py", "--device", "cuda", "--out")
-
-    def asking(question: str) -> tuple[str, ...]:
-        return ("-m", "benchmarks", question, "--device", "cuda")
-
-    compiling = (*asking("compile"), "--quick")
-    casting = (*asking("casts"), "--rounds", "12")
     results = str(RESULTS / machine_slug("cuda"))
+
+    def ask(question: str, *flags: str) -> tuple[str, ...]:
+        return (python, "-m", "benchmarks", question, "--device", "cuda", *flags, "--out", results)
+
     plan: list[tuple[str, tuple[str, ...], float]] = [
-        ("build", (python, *build), 150),
-        ("info", (python, "-m", "autocast_backend.cli", "info"), 30),
-        ("tests", (python, "-m", "pytest", "-m", "gpu", "tests"), 120),
-        ("tests-triton", (*triton, python, "-m", "pytest", "-m", "gpu", "tests/ops"), 120),
-        ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 90),
-        ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 90),
-        ("casts", (python, *casting, "--out", results), 120),
-        ("roofline", (python, *asking("roofline"), "--out", results), 30),
-        ("launch", (python, *asking("launch"), "--rounds", "10", "--out", results), 60),
-        ("fused", (python, *asking("fused"), "--rounds", "10", "--out", results), 90),
-        ("decode", (python, *asking("decode"), "--rounds", "5", "--out", results), 150),
-        ("memory", (python, *asking("memory"), "--out", results), 60),
-        ("compile", (python, *compiling, "--out", results), 150),
+        ("build", (python, *build), 120),
+        ("info", (python, "-m", "autocast_backend.cli", "info"), 20),
+        ("tests", (*test, "tests/ops"), 110),
+        ("casts", ask("casts", "--rounds", "12"), 100),
+        ("launch", ask("launch", "--rounds", "10"), 90),
+        ("fused", ask("fused", "--rounds", "10"), 70),
+        ("roofline", ask("roofline"), 20),
+        ("tests-triton", (*triton, *test, "tests/ops"), 110),
+        *((tool, command, 75) for tool, command in sanitized()),
+        ("tests-models", (*test, *MODEL_TESTS), 90),
+        ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 30),
+        ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 30),
+        ("decode", ask("decode", "--rounds", "5"), 150),
+        ("memory", ask("memory"), 60),
+        ("compile", ask("compile", "--quick"), 150),
     ]
-    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
-    if sanitizer is not None:
-        kernels = (python, "-m", "pytest", "-m", "gpu and not slow", "tests/ops", "-k", "cuda")
-        for tool in ("memcheck", "racecheck"):
-            checked = (sanitizer, "--tool", tool, "--error-exitcode", "1", *kernels)
-            plan.append((tool, checked, 120))
     return [Stage(name=name, command=command, limit_seconds=limit) for name, command, limit in plan]
+
+
+def sanitized() -> list[tuple[str, tuple[str, ...]]]:
+    """compute-sanitizer's tools by name, with their commands, where it is there.
+
+    Without PyTorch's caching allocator each tensor is an allocation of its own, and what is written
+    beyond its end is seen; with it, only what is written beyond the many MiB that tensors share.
+    Only one kernel has shared memory, and so could have races in it.
+    """
+    path = f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
+    sanitizer = shutil.which("compute-sanitizer", path=path)
+    if sanitizer is None:
+        return []
+    uncached = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", sanitizer, "--error-exitcode", "1")
+    test = (sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "gpu")
+    return [
+        ("memcheck", (*uncached, "--tool", "memcheck", *test, *MEMORY_TESTS)),
+        ("racecheck", (*uncached, "--tool", "racecheck", *test, *RACE_TESTS)),
+    ]
 
 
 def run_stage(stage: Stage, log: Path) -> int:
@@ -97,7 +140,7 @@ def run_stage(stage: Stage, log: Path) -> int:
     The package is taken from this tree, installed or not, and its build must make the CUDA library.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "FORCE_CUDA": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "FORCE_CUDA": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(
             stage.command,
@@ -116,9 +159,17 @@ def run_stage(stage: Stage, log: Path) -> int:
 
 
 def run_all(
-    plan: Sequence[Stage], out: Path, *, runner: StageRunner, budget: float
+    plan: Sequence[Stage],
+    out: Path,
+    *,
+    runner: StageRunner,
+    budget: float,
+    after: Callable[[Sequence[Outcome]], object] = lambda outcomes: None,
 ) -> list[Outcome]:
-    """Run every stage, each within its own limit and what is left of `budget` seconds."""
+    """Run every stage, each within its own limit and what is left of `budget` seconds.
+
+    `after` is called with the outcomes so far when a stage has ended.
+    """
     outcomes = []
     deadline = time.monotonic() + budget
     for stage in plan:
@@ -134,6 +185,7 @@ def run_all(
         )
         print(f"{outcome.name:<12} {describe(outcome)} in {outcome.seconds} s ({log})", flush=True)
         outcomes.append(outcome)
+        after(outcomes)
     return outcomes
 
 
@@ -157,9 +209,20 @@ def write_summary(outcomes: Sequence[Outcome], machine: dict[str, object], out: 
         log = out / f"{one.name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         parts.append("\n".join([f"--- {one.name}: {one.command}", *lines[-60:]]))
+    parts.append(parts[1])  # where only the end of what is printed is seen
     text = "\n\n".join(parts) + "\n"
     (out / "summary.txt").write_text(text)
     return text
+
+
+def pack(out: Path, results: Path, archive: Path) -> None:
+    """All that is in `out`, and the JSON in `results`, as one file, which replaces an older one."""
+    new = archive.with_name(f"{archive.name}.new")
+    with tarfile.open(new, "w:gz") as file:
+        file.add(out, out.name, filter=lambda one: None if "gpu.tar.gz" in one.name else one)
+        if results.is_dir():
+            file.add(results, f"results/{results.name}")
+    new.replace(archive)
 
 
 def refusal() -> str | None:
@@ -176,11 +239,20 @@ def refusal() -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all stages; 0 if all succeeded, 1 if some failed, 2 where there is no GPU."""
+    """Run the stages; 0 if all succeeded, 1 if some failed, 2 where there is no GPU.
+
+    Logs and the summary come to `--out`; with the JSON of this machine's results they are packed
+    into `--archive` after every stage: whatever ends this process, what was found is there.
+    """
     parse = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
-    default = Path(os.environ.get("OUT", "gpu-out"))
-    parse.add_argument("--out", type=Path, default=default, help="default: $OUT, or gpu-out")
-    parse.add_argument("--only", nargs="+", help="stages by their names; default: all that fit")
+    folder = Path(os.environ.get("OUT", "gpu-out"))
+    parse.add_argument("--out", type=Path, default=Path("gpu-out"), help="default: gpu-out")
+    parse.add_argument(
+        "--archive", type=Path, default=folder / "gpu.tar.gz", help="default: in $OUT"
+    )
+    only = f"stages by their names, or {', '.join(PARTS)}; default: all that fit"
+    parse.add_argument("--only", nargs="+", help=only)
+    parse.add_argument("--seconds", type=float, default=WHOLE_RUN_SECONDS, help="for all of it")
     flags = parse.parse_args(arguments)
     reason = refusal()
     if reason is not None:
@@ -190,11 +262,25 @@ def main(arguments: Sequence[str]) -> int:
     plan = stages(out)
     if flags.only is not None:
         names = [stage.name for stage in plan]
-        if unknown := set(flags.only).difference(names):
-            parse.error(f"--only: expected some of {names}, got {sorted(unknown)}")
-        plan = [stage for stage in plan if stage.name in flags.only]
+        if unknown := set(flags.only).difference(names, PARTS):
+            parse.error(f"--only: expected some of {[*names, *PARTS]}, got {sorted(unknown)}")
+        chosen = {name for one in flags.only for name in PARTS.get(one, (one,))}
+        plan = [stage for stage in plan if stage.name in chosen]
+    limits = sum(stage.limit_seconds for stage in plan)
+    if limits > flags.seconds:
+        parts = ", ".join(f"--only {part}" for part in PARTS)
+        print(
+            f"the limits of these stages add up to {limits:.0f} s, of {flags.seconds:.0f} s: the "
+            f"last may get no time; in parts that do: {parts}"
+        )
     out.mkdir(parents=True, exist_ok=True)
-    machine = machine_facts()
-    outcomes = run_all(plan, out, runner=run_stage, budget=WHOLE_RUN_SECONDS)
+    flags.archive.parent.mkdir(parents=True, exist_ok=True)
+    machine, results = machine_facts(), RESULTS / machine_slug("cuda")
+
+    def keep(outcomes: Sequence[Outcome]) -> None:
+        write_summary(outcomes, machine, out)
+        pack(out, results, flags.archive.resolve())
+
+    outcomes = run_all(plan, out, runner=run_stage, budget=flags.seconds, after=keep)
     print("\n" + write_summary(outcomes, machine, out))
     return int(any(outcome.exit_code != 0 for outcome in outcomes))

@@ -19,7 +19,15 @@ from benchmarks.answer import Answer, text_table
 from benchmarks.calls import calls_per_sample
 from benchmarks.cast_cost import candidates
 from benchmarks.cast_sets import CastSet
-from benchmarks.harness import Row, compare, cuda_sampler, host_sampler, interleave, row_of
+from benchmarks.harness import (
+    Row,
+    Sampler,
+    compare,
+    cuda_sampler,
+    host_sampler,
+    interleave,
+    row_of,
+)
 from benchmarks.quiet import Moment, wait_until_quiet
 
 QUICK_LENGTHS, LENGTHS = (1, 148), (1, 2, 8, 32, 148, 500, 1360, 2000)
@@ -63,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     for length in QUICK_LENGTHS if flags.quick else LENGTHS:
         wait_until_quiet(at_most=flags.wait)
         _measure(length, flags, answer)
+        answer.save(flags.out, complete=False)
     print(f"\n{answer.targets_table()}\n\n{answer.save(flags.out)}")
     return 0
 
@@ -76,7 +85,10 @@ def _measure(length: int, flags: argparse.Namespace, answer: Answer) -> None:
     start = Moment.now()
     host = compare(
         interleave(
-            {name: host_sampler(f, calls=calls[name]) for name, f in functions.items()},
+            {
+                name: _on_idle_device(host_sampler(f, calls=calls[name]), flags.device)
+                for name, f in functions.items()
+            },
             rounds=rounds,
             warmup=1,
             seed=flags.seed,
@@ -103,6 +115,18 @@ def _measure(length: int, flags: argparse.Namespace, answer: Answer) -> None:
         answer.add(f"{title}, device", device)
         _judge(length, device, kernels, answer)
     print(f"\n{title}\n{_table(length, host, device, kernels)}", flush=True)
+
+
+def _on_idle_device(sampler: Sampler, device: str) -> Sampler:
+    """Begins when the GPU has done what candidates before it have queued."""
+    if device != "cuda":
+        return sampler
+
+    def sample() -> float:
+        torch.cuda.synchronize()
+        return sampler()
+
+    return sample
 
 
 def _table(length: int, host: list[Row], device: list[Row], kernels: dict[str, int]) -> str:

@@ -138,5 +138,6 @@ def main(arguments: Sequence[str]) -> int:
             measured="yes" if ready == order else "no",
             met=ready == order,
         )
+        answer.save(flags.out, complete=False)
     print(f"\n{answer.targets_table()}\n\n{answer.save(flags.out)}")
     return 0

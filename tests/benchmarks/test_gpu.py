@@ -1,7 +1,9 @@
 """The flow of `python -m benchmarks gpu`, with stages that only pretend to run."""
 
+import importlib
 import json
 import sys
+import tarfile
 
 import pytest
 import torch
@@ -21,6 +23,10 @@ def _runner(exit_codes, seen):
         return exit_codes[stage.name]
 
     return run
+
+
+def _to(folder):
+    return ["--out", str(folder), "--archive", str(folder / "gpu.tar.gz")]
 
 
 def test_a_failing_stage_is_recorded_and_the_rest_still_runs(tmp_path):
@@ -58,7 +64,7 @@ def test_exit_code_tells(tmp_path, monkeypatch, code, expected):
     monkeypatch.setattr(gpu, "refusal", lambda: None)
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     monkeypatch.setattr(gpu, "run_stage", _runner({s.name: code for s in gpu.stages(tmp_path)}, []))
-    assert gpu.main(["--out", str(tmp_path / "new")]) == expected
+    assert gpu.main(_to(tmp_path / "new")) == expected
     assert (tmp_path / "new" / "summary.json").exists()
 
 
@@ -67,20 +73,51 @@ def test_only_some_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "refusal", lambda: None)
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     monkeypatch.setattr(gpu, "run_stage", _runner({"casts": 0, "fused": 0}, seen))
-    assert gpu.main(["--out", str(tmp_path), "--only", "fused", "casts"]) == 0
+    assert gpu.main([*_to(tmp_path), "--only", "fused", "casts"]) == 0
     assert [stage.name for stage in seen] == ["casts", "fused"]
     with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path), "--only", "fusd"])
+        gpu.main([*_to(tmp_path), "--only", "fusd"])
     assert "got ['fusd']" in capsys.readouterr().err
 
 
-def test_out_defaults_to_the_environment(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_each_part_fits_and_all_stages_are_in_one(tmp_path, monkeypatch, capsys, part):
+    monkeypatch.setattr(gpu, "refusal", lambda: None)
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    monkeypatch.setattr(gpu, "sanitized", lambda: [("memcheck", ("m",)), ("racecheck", ("r",))])
+    names = {stage.name for stage in gpu.stages(tmp_path)}
+    assert {name for names in gpu.PARTS.values() for name in names} == names
     seen = []
+    monkeypatch.setattr(gpu, "run_stage", _runner(dict.fromkeys(names, 0), seen))
+    assert gpu.main([*_to(tmp_path), "--only", part]) == 0
+    assert [stage.name for stage in seen] == list(gpu.PARTS[part])
+    assert "add up to" not in capsys.readouterr().out
+    assert gpu.main([*_to(tmp_path)]) == 0
+    assert "in parts that do: --only kernels" in capsys.readouterr().out
+
+
+def test_what_was_found_is_packed_after_each_stage(tmp_path, monkeypatch):
+    """Also where the process is stopped in the middle."""
     monkeypatch.setenv("OUT", str(tmp_path / "given"))
     monkeypatch.setattr(gpu, "refusal", lambda: None)
-    monkeypatch.setattr(gpu, "stages", lambda out: seen.append(out) or [])
-    gpu.main([])
-    assert seen == [tmp_path / "given"]
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+
+    def run(stage, log):
+        if stage.name == "fused":
+            raise KeyboardInterrupt
+        log.write_text("fast")
+        (tmp_path / "results/a-gpu").mkdir(parents=True)
+        (tmp_path / "results/a-gpu/casts.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(gpu, "run_stage", run)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--out", str(tmp_path / "here"), "--only", "casts", "fused"])
+    assert [path.name for path in (tmp_path / "given").iterdir()] == ["gpu.tar.gz"]
+    with tarfile.open(tmp_path / "given/gpu.tar.gz") as archive:
+        names = set(archive.getnames())
+    assert {"here/casts.log", "here/summary.txt", "results/a-gpu/casts.json"} <= names
 
 
 def test_the_triton_tier_is_tested_too(monkeypatch, tmp_path):
@@ -90,19 +127,53 @@ def test_the_triton_tier_is_tested_too(monkeypatch, tmp_path):
     assert stage.command[-3:] == ("-m", "gpu", "tests/ops")
 
 
+def test_questions_take_their_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    asked = [stage.command for stage in gpu.stages(tmp_path) if "benchmarks" in stage.command]
+    assert len(asked) == 7
+    for command in asked:
+        question, *flags = command[3:]
+        module = importlib.import_module(f"benchmarks.{question}")
+        if hasattr(module, "parser"):
+            assert module.parser().parse_args(flags).device == "cuda"
+            continue
+        # Its flags are parsed in the middle of its work: what it would do next is not there.
+        monkeypatch.setattr(module.Answer, "to", lambda question, flags: pytest.fail("parsed"))
+        with pytest.raises(pytest.fail.Exception, match="parsed"):
+            module.main(flags)
+
+
+def test_all_tests_for_a_gpu_are_in_a_stage():
+    """And those that compute-sanitizer runs are there."""
+    folders = ("tests/ops", *gpu.MODEL_TESTS)
+    for path in (gpu.ROOT / "tests").rglob("test_*.py"):
+        if "pytest.mark.gpu" in path.read_text() and path.name != "test_gpu.py":
+            assert path.relative_to(gpu.ROOT).as_posix().startswith(folders), path
+    for test in {*gpu.MEMORY_TESTS, *gpu.RACE_TESTS}:
+        path, name = test.split("::")
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        name, _, parameters = name.partition("[")
+        function = getattr(module, name)
+        if parameters:
+            (pairs,) = (mark.args[1] for mark in function.pytestmark if mark.name == "parametrize")
+            number = int(parameters.removeprefix("source").split("-")[0])
+            assert parameters == f"source{number}-target{number}]"
+            assert torch.float32 in pairs[number]
+    assert set(gpu.RACE_TESTS) < set(gpu.MEMORY_TESTS)
+
+
 def test_stage_limits_and_names(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     plan = gpu.stages(tmp_path)
     names = [stage.name for stage in plan]
     assert names[0] == "build"
-    assert names[-1] == "compile"
     assert len(set(names)) == len(names)
     assert gpu.WHOLE_RUN_SECONDS < 9 * 60
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_cuda_is_refused(tmp_path, capsys):
-    assert gpu.main(["--out", str(tmp_path / "none")]) == 2
+    assert gpu.main(_to(tmp_path / "none")) == 2
     assert "expected a CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
