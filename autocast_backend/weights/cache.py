@@ -43,7 +43,7 @@ class Shared:
     # earlier scopes held the others meanwhile.
     kept: ClassVar[dict[Key, list[Cast]]] = {}
     kept_on_cpu: ClassVar[dict[Key, Cast]] = {}  # those of other graphs without gradients
-    changes = 0  # counts what makes casts wrong without a trace in their weights
+    changes = 0  # counts what makes casts wrong without a trace in the weights a graph has seen
     hits = misses = casts = 0
 
 

@@ -95,21 +95,21 @@ class Seen(NamedTuple):
     """The weights of a graph's last call: what they must still be for their casts to be right.
 
     The same questions as `Cast.is_right`, asked of all weights at once: 0.3 us a weight.
-    `changes` counts what makes casts wrong without a trace in their weights.
+    `changes` counts what makes casts wrong without a trace in these weights.
     """
 
     scope: Scope | None
-    changes: int
     ids: list[int]
     versions: list[int]
     addresses: list[int]
     storages: list[weakref.ref[Any]]
+    changes: int = -1
 
     @classmethod
-    def of(cls, weights: list[Tensor], scope: Scope | None, changes: int) -> Seen:
+    def of(cls, weights: list[Tensor], scope: Scope | None) -> Seen:
         storages = list(map(_storage, weights))
         versions, addresses = list(map(_version, weights)), list(map(_address, weights))
-        return cls(scope, changes, list(map(id, weights)), versions, addresses, storages)
+        return cls(scope, list(map(id, weights)), versions, addresses, storages)
 
     def holds(self, weights: list[Tensor], scope: Scope | None, changes: int) -> bool:
         return (

@@ -79,9 +79,9 @@ class GraphWeights:
             elif is_fake(weights[0]):  # a graph splitter is asking for shapes
                 return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
             else:
-                # Before they are read.
-                self._seen = None if captured else Seen.of(weights, tie, Shared.changes)
+                now = Seen.of(weights, tie)  # before they are read
                 self._make(weights, casts, nodes)
+                self._seen = None if captured else now._replace(changes=Shared.changes)
             return [
                 traced(w, casts[id(w), d], d, nodes) if grad else casts[id(w), d].memory.cast
                 for w, d, grad in zip(weights, self._dtypes, self._grads, strict=True)
@@ -112,7 +112,11 @@ class GraphWeights:
                 if self._keep_memory and cast not in Shared.kept.get(key, ()):
                     Shared.kept.setdefault(key, []).append(cast)
                 continue
-            nodes.pop(key, None)  # of the wrong cast, whose memory it holds
+            if cast is not None:
+                # Other graphs must not find the new cast when the weight is what it was before:
+                # averaged weights are put in its place and taken out again, say.
+                Shared.changes += 1
+                nodes.pop(key, None)  # it holds the memory of the wrong cast
             replaced = _replaceable(key, weight, casts, recorded)
             made[key] = Cast(weight)
             if replaced is not None:

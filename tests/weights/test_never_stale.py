@@ -215,6 +215,40 @@ def test_a_change_between_two_kinds_of_graphs() -> None:
     assert not torch.equal(after, before)
 
 
+def puts_data(weights: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+    for weight, other in zip(weights, others, strict=True):
+        weight.data, other.data = other.data, weight.data
+
+
+def swaps_with(weights: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+    for weight, other in zip(weights, others, strict=True):
+        torch.utils.swap_tensors(weight, other)
+
+
+def transposes(weights: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.data = weight.data.mT if weight.dim() == 2 else weight.data
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize("change", [puts_data, swaps_with, transposes])
+def test_there_and_back(change: Callable[..., None], lifetime: str) -> None:
+    """Other weights are put in for a while, as averages are for a validation. Another graph casts
+    those; the first one meets its own weights again, as it had left them."""
+    model, x = make(), data(3, 8)
+    one, other = (
+        torch.compile(f, **ours(weight_cache=lifetime)) for f in (model, lambda x: model(x))
+    )
+    weights = list(model.parameters())
+    averages = [nn.Parameter(w.detach() * 2) for w in weights]
+    with bf16():
+        before = one(x).detach().clone()
+        change(weights, averages)
+        assert not torch.equal(other(x), before)
+        change(weights, averages)
+        assert torch.equal(one(x), before)
+
+
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
 def test_what_is_captured_is_not_taken_for_computed(
     lifetime: str, monkeypatch: pytest.MonkeyPatch
