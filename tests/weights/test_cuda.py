@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from autocast_backend import weight_cache_info
 from tests.support import assert_same_bits
@@ -64,10 +65,12 @@ def test_cuda_graphs_are_recorded_once(lifetime: str) -> None:
         assert manager is not None, "no CUDA graph was recorded"
         return manager.new_graph_id().id
 
+    copied = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
     tokens(3)
     before = recordings()
     tokens(5)
     assert recordings() == before + 1  # asking takes an id, too
+    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] == copied + 1  # x
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from autocast_backend import clear_weight_cache
 from autocast_backend.weights import cache, cast, graph_weights
 
 from .support import Net, bf16, casts_made, data, make, ours
@@ -247,6 +248,40 @@ def test_there_and_back(change: Callable[..., None], lifetime: str) -> None:
         assert not torch.equal(other(x), before)
         change(weights, averages)
         assert torch.equal(one(x), before)
+
+
+def writes_to_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(2)
+
+
+def writes_to_a_numpy_view(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[:] *= 2
+
+
+def writes_with_the_version_preserved(weight: nn.Parameter) -> None:
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.mul_(2)
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize(
+    "write", [writes_to_data, writes_to_a_numpy_view, writes_with_the_version_preserved]
+)
+def test_writes_that_nobody_counts_need_clear_weight_cache(
+    write: Callable[[nn.Parameter], None], lifetime: str
+) -> None:
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=lifetime))
+    expected = torch.compile(model, **ours(weight_cache="off"))
+    with bf16():
+        before = compiled(x).detach().clone()
+        for p in model.parameters():
+            write(p)
+        assert torch.equal(compiled(x), before), "the docs say that it cannot be seen"
+        clear_weight_cache()
+        after = compiled(x)
+        assert torch.equal(after, expected(x))
+        assert not torch.equal(after, before)
 
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])

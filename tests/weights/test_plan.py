@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend import weight_cache_info
+from autocast_backend import multi_cast, weight_cache_info
 from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
-from autocast_backend.weights import plan
+from autocast_backend.weights import graph_weights, plan
 from autocast_backend.weights.plan import WeightPlan
 from tests.support import BF16, assert_same_bits, capture, lower_with_report, targets
 
@@ -83,6 +83,59 @@ def test_a_training_graph_is_compiled_once_with_its_casts_outside() -> None:
         *["torch.float32"],
         *["torch.bfloat16"] * 4,
     ]
+
+
+def test_a_step_of_the_optimizer_compiles_nothing() -> None:
+    model, x = make(Plain), data(3, 8)
+    compiled = torch.compile(model, **ours())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiles = []
+    for _ in range(3):
+        with bf16():
+            compiled(x).float().sum().backward()
+        optimizer.step()
+        compiles.append((counters["stats"]["unique_graphs"], counters["aot_autograd"]["ok"]))
+    assert min(compiles[0]) > 0
+    assert compiles == [compiles[0]] * 3
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_one_call_makes_all_casts(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(weights: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        made.append(len(weights))
+        return multi_cast(weights, *args, **kwargs)
+
+    monkeypatch.setattr(graph_weights, "multi_cast", counted)
+    model, x = make(Plain), data(3, 8)
+    compiled = torch.compile(model, **ours())
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            with bf16():
+                for _ in range(3):
+                    compiled(x)
+            with torch.no_grad():
+                model.first.weight.mul_(2)  # type: ignore[operator,union-attr]
+    assert made == [4, 4]
+
+
+def test_buffers_are_weights_where_nothing_writes_to_them() -> None:
+    class Table(nn.Module):
+        def __init__(self, counts: bool) -> None:
+            super().__init__()
+            self.register_buffer("table", data(8, 8))
+            self.counts = counts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.counts:
+                self.table.add_(1)
+            return x @ self.table
+
+    with torch.no_grad(), bf16():
+        for counts, casts in ((False, 1), (True, 0)):
+            compiled = torch.compile(Table(counts), **ours(weight_cache="version"))
+            assert casts_made(lambda c=compiled: c(data(3, 8))) == casts  # type: ignore[misc]
 
 
 def test_an_inference_graph_starts_with_its_casts_inside() -> None:

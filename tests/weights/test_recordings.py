@@ -32,13 +32,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @LIFETIMES
-def test_inference(lifetime: str, recorder: Recorder) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(mode: Any, lifetime: str, recorder: Recorder) -> None:
     model, x = make(Plain), data(3, 8)
     compiled, reference = recorded(model, lifetime), torch.compile(model, **EAGER)
 
     def tokens(scopes: int) -> None:
         for _ in range(scopes):
-            with torch.no_grad(), bf16():
+            with mode(), bf16():
                 for _ in range(3):
                     y = compiled(x)
                 assert_same_bits([y], [reference(x)])

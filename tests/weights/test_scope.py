@@ -208,6 +208,37 @@ def test_regions_of_the_graphs_own_have_no_scope() -> None:
     assert casts_made(lambda: lasting(data(3, 8))) == 0
 
 
+def test_the_option_autocast_has_no_scope() -> None:
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(autocast=BF16))
+    assert casts_made(lambda: compiled(x)) == 0
+    torch._dynamo.reset()
+    lasting = torch.compile(model, **ours(autocast=BF16, weight_cache="version"))
+    assert [casts_made(lambda: lasting(x)) for _ in range(2)] == [WEIGHTS, 0]
+
+
+def test_frozen_weights_are_kept_too() -> None:
+    """Eager's cache does not keep them, so they cost memory that they do not cost there."""
+    net = make().requires_grad_(False)
+    model = torch.compile(net, **ours())
+    with bf16():
+        for _ in range(2):
+            model(data(3, 8))
+        assert weight_cache_info()[:2] == (WEIGHTS, BYTES)
+
+
+def test_info_counts_the_weights_of_calls() -> None:
+    model, x = compiled_net(), data(3, 8)
+    with bf16():
+        model(x)
+        before = weight_cache_info()
+    with bf16():
+        for _ in range(3):
+            model(x)
+    counted = [after - b for after, b in zip(weight_cache_info(), before, strict=True)]
+    assert counted[2:] == [2 * WEIGHTS, WEIGHTS, WEIGHTS]  # hits, misses, casts
+
+
 def test_version_outlives_contexts() -> None:
     model, x = compiled_net(weight_cache="version"), data(3, 8)
 
