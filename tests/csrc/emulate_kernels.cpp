@@ -1,4 +1,5 @@
-// The CUDA kernels, thread by thread on a CPU, on random lists of tensors. Where each thread's work
+// The CUDA kernels, thread by thread on a CPU, on random lists of tensors, which the code of their
+// launches divides into tables and blocks. Where each thread's work
 // is independent of the others', so that their order does not matter, one thread runs them all;
 // where a block's threads wait for each other, they are threads here, too. Built and run by
 // test_cuda_code.py, with AddressSanitizer and UBSan, which see every access outside of a tensor
@@ -50,6 +51,7 @@ static void atomicAdd(double* to, double value) { *to += value; }
 
 #include "../../csrc/ops/cuda/cast_with_stats_device.cuh"
 #include "../../csrc/ops/cuda/multi_cast_device.cuh"
+#include "../../csrc/ops/cuda/split.cuh"
 #include "../../csrc/ops/cuda/stochastic_cast_device.cuh"
 #include "../../csrc/ops/cuda/unscale_cast_device.cuh"
 
@@ -57,25 +59,31 @@ using namespace smart_autocast;
 
 constexpr float kSpecial[] = {NAN, 1e9F, -1e9F, 1e-9F, 3e38F, 1e-39F, INFINITY, -INFINITY};
 
-// A random list of tensors, at any place in memory or, for results alone, as an allocator has them;
+// Tensors in a list, so that some need more than one small table.
+constexpr int kMost = 2 * kSmallTable + 9;
+
+// A random list of up to `most` tensors, at any place in memory or, for results alone, as an allocator has them;
 // with the first `special` of these numbers here and there.
-template <typename To, typename From, int kCapacity = kSmallTable>
+template <typename To, typename From>
 struct List {
   std::vector<std::vector<From>> from;
   std::vector<std::vector<To>> to;
   std::vector<int> from_offset, to_offset, count;
+  std::vector<Entry> entries;
   To untouched;
-  Table<kCapacity> table;
+  // Of the GPU: one processor's, or so many that large tensors are in small chunks.
+  int64_t blocks_at_once;
+  bool large_tables;
 
-  List(std::mt19937& random, bool any_place, unsigned special) {
-    const int size = 1 + random() % kCapacity;
+  List(std::mt19937& random, int most, bool any_place, unsigned special) {
+    const int size = 1 + random() % most;
+    blocks_at_once = random() % 2 == 0 ? 1 + random() % 3 : 40;
+    large_tables = random() % 2 == 0;
     std::memset(static_cast<void*>(&untouched), 0x5a, sizeof(To));
-    table.size = size;
-    table.total = 0;
     from.resize(size);
     to.resize(size);
     for (int i = 0; i < size; ++i) {
-      const bool large = kCapacity == 1 || random() % 10 == 0;
+      const bool large = most == 1 || random() % 20 == 0;
       count.push_back(1 + random() % (large ? 30000 : 70));
       from_offset.push_back(random() % 9);
       to_offset.push_back(any_place ? random() % 9 : 0);
@@ -86,32 +94,39 @@ struct List {
         const bool is_special = special > 0 && random() % 50 == 0;
         value = static_cast<From>(is_special ? kSpecial[random() % special] : number);
       }
-      table.total = next_begin(table.total) + count[i];
-      table.entries[i] = {from[i].data() + from_offset[i], to[i].data() + to_offset[i],
-                          table.total};
+      entries.push_back({from[i].data() + from_offset[i], to[i].data() + to_offset[i], count[i]});
     }
-    table.chunk = random() % 2 == 0 ? 2048 : 8192;
-    const int64_t chunks = (table.total + table.chunk - 1) / table.chunk;
-    gridDim.x = static_cast<unsigned>(min<int64_t>(chunks, 1 + random() % 40));
   }
 
+  // kernel(table), once for each thread of each launch; after(table) at the end of a launch.
+  template <typename Kernel, typename After>
+  void run(const Kernel& kernel, const After& after) const {
+    for_each_table(entries, large_tables, blocks_at_once, [&](const auto& table, unsigned blocks) {
+      gridDim.x = blocks;
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+        for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) {
+          kernel(table);
+        }
+      }
+      after(table);
+    });
+  }
   template <typename Kernel>
   void run(const Kernel& kernel) const {
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-      for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) {
-        kernel();
-      }
-    }
+    run(kernel, [](const auto&) {});
   }
 
+  // A launch of one tensor.
   template <typename Kernel>
   void run_with_threads(const Kernel& kernel) const {
+    const auto table = make_table<1>(entries.data(), 1, blocks_at_once);
+    gridDim.x = count_blocks(table, blocks_at_once);
     std::vector<std::thread> threads;
     for (unsigned i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         threadIdx.x = i;
         for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-          kernel();
+          kernel(table);
           __syncthreads();
         }
       });
@@ -124,13 +139,13 @@ struct List {
   // Whether every element is wanted(tensor, place) and every one beside the tensors untouched.
   template <typename Wanted>
   bool check(const char* kernel, const Wanted& wanted) const {
-    for (int i = 0; i < table.size; ++i) {
+    for (int i = 0; i < static_cast<int>(entries.size()); ++i) {
       for (int k = 0; k < static_cast<int>(to[i].size()); ++k) {
         const int place = k - to_offset[i];
         const bool inside = place >= 0 && place < count[i];
         const To right = inside ? wanted(i, place) : untouched;
         if (std::memcmp(&right, &to[i][k], sizeof(To)) != 0) {
-          std::printf("%s: tensor %d of %d, element %d of %d\n", kernel, i, table.size, place,
+          std::printf("%s: tensor %d of %zu, element %d of %d\n", kernel, i, entries.size(), place,
                       count[i]);
           return false;
         }
@@ -144,10 +159,12 @@ struct List {
 
 template <typename To, typename From>
 bool multi_cast(std::mt19937& random) {
-  const List<To, From> list(random, /*any_place=*/true, /*special=*/8);
+  const List<To, From> list(random, kMost, /*any_place=*/true, /*special=*/8);
   // Of the version of torch that this is compiled with, whose own casts are in the table.
   const int32_t beyond = static_cast<Float8_e4m3fn>(1e9F).x;
-  list.run([&] { multi_cast_kernel<To, From, kSmallTable>(list.table, beyond); });
+  list.run([&]<int kCapacity>(const Table<kCapacity>& table) {
+    multi_cast_kernel<To, From, kCapacity>(table, beyond);
+  });
   return list.check("multi_cast", [&](int i, int place) {
     if constexpr (kIsFloat8<To>) {
       return static_cast<To>(static_cast<float>(list.source(i, place)));
@@ -186,14 +203,16 @@ bool rounds_to_float8() {
 
 template <typename To, typename From>
 bool unscale_cast(std::mt19937& random) {
-  List<To, From> list(random, /*any_place=*/true, /*special=*/0);
+  List<To, From> list(random, kMost, /*any_place=*/true, /*special=*/0);
   if (random() % 2 == 0) {
     const auto i = random() % list.count.size();
     list.from[i].back() = static_cast<From>(kSpecial[random() % 2 == 0 ? 0 : 7]);
   }
   const float scale = 3, inverse = 1.0F / 3;
   float found = 0;
-  list.run([&] { unscale_cast_kernel<To, From, kSmallTable>(list.table, &scale, &found); });
+  list.run([&]<int kCapacity>(const Table<kCapacity>& table) {
+    unscale_cast_kernel<To, From, kCapacity>(table, &scale, &found);
+  });
   float wanted_found = 0;
   const bool right = list.check("unscale_cast", [&](int i, int place) {
     using Wide = std::conditional_t<std::is_same_v<To, double>, double, float>;
@@ -210,9 +229,14 @@ bool unscale_cast(std::mt19937& random) {
 // Against the kernel for CPUs, whose bits test_stochastic_cast.py compares with others.
 template <typename To>
 bool stochastic_cast(std::mt19937& random, Grid grid) {
-  const List<To, float> list(random, /*any_place=*/false, /*special=*/8);
+  const List<To, float> list(random, kMost, /*any_place=*/false, /*special=*/8);
   const uint64_t seed = uint64_t{random()} << 32 | random(), counter = uint64_t{0xffffff00};
-  list.run([&] { stochastic_cast_kernel<To, kSmallTable>(list.table, grid, seed, counter); });
+  uint64_t of_table = counter;
+  list.run(
+      [&]<int kCapacity>(const Table<kCapacity>& table) {
+        stochastic_cast_kernel<To, kCapacity>(table, grid, seed, of_table);
+      },
+      [&](const auto& table) { of_table += count_counters(table); });
   std::vector<uint32_t> rounded;
   int of = -1;
   uint64_t first = counter;
@@ -232,9 +256,10 @@ bool stochastic_cast(std::mt19937& random, Grid grid) {
 
 template <typename To, typename From>
 bool cast_with_stats(std::mt19937& random) {
-  const List<To, From, 1> list(random, /*any_place=*/true, random() % 2 == 0 ? 6 : 8);
+  const List<To, From> list(random, 1, /*any_place=*/true, random() % 2 == 0 ? 6 : 8);
   double numbers[4] = {};
-  list.run_with_threads([&] { cast_with_stats_kernel<To, From>(list.table, numbers); });
+  list.run_with_threads(
+      [&](const Table<1>& table) { cast_with_stats_kernel<To, From>(table, numbers); });
   double wanted[4] = {};
   const bool right = list.check("cast_with_stats", [&](int i, int place) {
     const From value = list.source(i, place);

@@ -14,9 +14,10 @@ namespace {
 
 template <typename To, typename From>
 void cast_one(const Launch& launch, const Entry& entry, double* numbers) {
-  start_table<1>(launch, &entry, 1, [&](const Table<1>& table, unsigned blocks) {
-    cast_with_stats_kernel<To, From><<<blocks, kThreads, 0, launch.stream>>>(table, numbers);
-  });
+  const auto table = make_table<1>(&entry, 1, launch.blocks_at_once);
+  const unsigned blocks = count_blocks(table, launch.blocks_at_once);
+  cast_with_stats_kernel<To, From><<<blocks, kThreads, 0, launch.stream>>>(table, numbers);
+  check(cudaGetLastError());
 }
 
 using CastOne = void (*)(const Launch&, const Entry&, double*);

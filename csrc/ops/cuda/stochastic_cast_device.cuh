@@ -38,6 +38,12 @@ __device__ __forceinline__ To round_to(float value, uint32_t word, Grid grid) {
   return convert<To>(value);
 }
 
+// That a table's elements have: the next table's come after them.
+template <int kCapacity>
+uint64_t count_counters(const Table<kCapacity>& table) {
+  return static_cast<uint64_t>(next_begin(table.total)) / kWords;
+}
+
 // `counter` is that of the table's first element. To: float where ATen casts to float8 after it.
 // Results are aligned as the allocator gives memory, and four elements stay together.
 template <typename To, int kCapacity>

@@ -20,7 +20,7 @@ void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid gri
   start_tables(launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
     stochastic_cast_kernel<To, kCapacity>
         <<<blocks, kThreads, 0, launch.stream>>>(table, grid, seed, counter);
-    counter += static_cast<uint64_t>(next_begin(table.total)) / kWords;
+    counter += count_counters(table);
   });
 }
 

@@ -1,0 +1,55 @@
+// A list of any length as tables, one for each launch: the host's half of table.cuh, which needs no
+// CUDA header either.
+
+#pragma once
+
+#include "table.cuh"
+
+#include <algorithm>
+#include <vector>
+
+namespace smart_autocast {
+namespace {
+
+// Entries have their own numbers of elements, none 0, as their `end`.
+template <int kCapacity>
+Table<kCapacity> make_table(const Entry* entries, int size, int64_t blocks_at_once) {
+  Table<kCapacity> table;
+  table.size = size;
+  table.total = 0;
+  for (int i = 0; i < size; ++i) {
+    table.total = next_begin(table.total) + entries[i].end;
+    table.entries[i] = {entries[i].from, entries[i].to, table.total};
+  }
+  // Large chunks amortise the search for their tensors, small ones occupy all of the GPU.
+  table.chunk = table.total / 8192 >= 2 * blocks_at_once ? 8192 : 2048;
+  return table;
+}
+
+template <int kCapacity>
+unsigned count_blocks(const Table<kCapacity>& table, int64_t blocks_at_once) {
+  const int64_t chunks = (table.total + table.chunk - 1) / table.chunk;
+  return static_cast<unsigned>(std::min(chunks, blocks_at_once));
+}
+
+// start(table, blocks) for as many entries at a time as a table holds.
+template <typename Start>
+void for_each_table(const std::vector<Entry>& entries, bool large_tables, int64_t blocks_at_once,
+                    const Start& start) {
+  const int size = static_cast<int>(entries.size());
+  const bool large = large_tables && size > kSmallTable;
+  const int capacity = large ? kLargeTable : kSmallTable;
+  for (int done = 0; done < size; done += capacity) {
+    const int now = std::min(capacity, size - done);
+    if (large) {
+      const auto table = make_table<kLargeTable>(entries.data() + done, now, blocks_at_once);
+      start(table, count_blocks(table, blocks_at_once));
+    } else {
+      const auto table = make_table<kSmallTable>(entries.data() + done, now, blocks_at_once);
+      start(table, count_blocks(table, blocks_at_once));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace smart_autocast
