@@ -88,6 +88,17 @@ def assigns_data_at_the_old_address(model: nn.Module) -> None:
         p.data = torch.frombuffer(p.memory, dtype=torch.float32).view(shape)  # type: ignore[attr-defined]
 
 
+def two_sets_in_one_storage(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.both = torch.stack([p.detach(), p.detach() * 2])  # type: ignore[attr-defined]
+        p.data = p.both[0]  # type: ignore[attr-defined]
+
+
+def takes_the_second_set(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.both[1]  # type: ignore[attr-defined]
+
+
 def writes_in_place(model: nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -105,6 +116,16 @@ def swaps(model: nn.Module) -> None:
         fresh = nn.Parameter(p.detach() * 2)
         assert fresh._version < p._version  # a lower version is a change, too
         torch.utils.swap_tensors(p, fresh)
+
+
+def swaps_for_a_lower_version(model: nn.Module) -> None:
+    """With a parameter on the same memory that counts for itself."""
+    for p in model.parameters():
+        alias = nn.Parameter(p.data)
+        with torch.no_grad():
+            alias.mul_(2)
+        assert alias._version < p._version
+        torch.utils.swap_tensors(p, alias)
 
 
 def loads(assign: bool) -> Change:
@@ -141,9 +162,11 @@ CASES = {
     "grad-scaler": Case(steps_scaled, ("step",)),
     "p.data": Case(assigns_data, ("address", "storage")),
     "p.data-same-address": Case(assigns_data_at_the_old_address, ("storage",), on_memory_of_ours),
+    "p.data-same-storage": Case(takes_the_second_set, ("address",), two_sets_in_one_storage),
     "in-place": Case(writes_in_place, ("version",)),
     "in-inference-mode": Case(writes_in_inference_mode, ("version",)),
     "swap_tensors": Case(swaps, ("address", "storage", "version")),
+    "swap_tensors-same-memory": Case(swaps_for_a_lower_version, ("version",), writes_in_place),
     "load_state_dict": Case(loads(assign=False), ("version",)),
     "ema": Case(averages, ("version",)),
     "vector_to_parameters": Case(fills_from_a_vector, ("address", "storage", "version")),

@@ -104,6 +104,35 @@ def test_graphs_share_the_casts_of_a_scope() -> None:
     assert casts_made(both) == WEIGHTS
 
 
+def test_each_graph_makes_its_casts_anew_in_each_scope() -> None:
+    """Also where another graph has made others before it."""
+    model, x = make(), data(3, 8)
+    functions = (lambda x: model.first(x), lambda x: model.second(x))  # each with code of its own
+    first, second = (torch.compile(f, **ours()) for f in functions)
+
+    def both(*layers: Any) -> None:
+        with bf16():
+            for layer in layers:
+                layer(x)
+
+    assert casts_made(lambda: both(first, second)) == WEIGHTS
+    assert casts_made(lambda: both(second, first)) == WEIGHTS
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_weights_on_the_same_memory_are_two(lifetime: str) -> None:
+    """The same code runs for both, and their gradients are not each other's."""
+    w, x = nn.Parameter(data(8, 8)), data(3, 8)
+    other = nn.Parameter(w.detach())
+    assert other.data_ptr() == w.data_ptr()
+    compiled = torch.compile(lambda w, x: x @ w, **ours(weight_cache=lifetime))
+    with bf16():
+        losses = [compiled(weight, x).float().sum() for weight in (w, other)]
+    losses[1].backward()
+    assert w.grad is None
+    assert other.grad is not None
+
+
 def test_the_memory_goes_when_the_scope_ends() -> None:
     model = compiled_net()
     with bf16():
