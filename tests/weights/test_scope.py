@@ -117,6 +117,11 @@ def test_each_graph_makes_its_casts_anew_in_each_scope() -> None:
 
     assert casts_made(lambda: both(first, second)) == WEIGHTS
     assert casts_made(lambda: both(second, first)) == WEIGHTS
+    with bf16():
+        first(x)
+        clear_weight_cache()
+        second(x)
+        assert casts_made(lambda: first(x)) == WEIGHTS // 2
 
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
