@@ -85,6 +85,8 @@ def _variant(to: torch.dtype, source: torch.dtype, aligned: bool, tile: int) -> 
         torch.float32: tl.float32,
         torch.float16: tl.float16,
         torch.bfloat16: tl.bfloat16,
+        torch.float8_e4m3fn: tl.float8e4nv,
+        torch.float8_e5m2: tl.float8e5,
     }
     return {
         "TO": dtypes[to],

@@ -1,9 +1,12 @@
 """The ops as the dispatcher calls them: checks, memory for results, launches.
 
-The dtypes of DTYPES have kernels, for dense tensors; what else there is, ATen copies.
+The dtypes of DTYPES have kernels, for dense tensors, and in `multi_cast` those of FLOAT8 to and
+from them; what else there is, ATen copies.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from . import launches
 from .tables import Row
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -30,10 +34,11 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _has_kernel(tensor: Tensor, dtype: torch.dtype) -> bool:
+def _has_kernel(tensor: Tensor, dtype: torch.dtype, *, float8: bool = False) -> bool:
+    """`float8`: whether one of the two dtypes may be one of FLOAT8."""
+    dtypes = {tensor.dtype, dtype}
     return (
-        tensor.dtype in DTYPES
-        and dtype in DTYPES
+        (dtypes <= DTYPES or (float8 and dtypes <= DTYPES | FLOAT8 and not dtypes <= FLOAT8))
         and launches.compiles_for(tensor.device)
         and is_dense(tensor)
     )
@@ -65,7 +70,7 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     rows = _Rows()
     results = []
     for tensor in tensors:
-        if _has_kernel(tensor, dtype):
+        if _has_kernel(tensor, dtype, float8=True):
             result = torch.empty_like(tensor, dtype=dtype)
             rows.add(result, tensor)
         else:
@@ -80,11 +85,17 @@ def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tenso
     reference.check_no_overlap("multi_cast", "tensors", tensors, out)
     rows = _Rows()
     for tensor, result in zip(tensors, out, strict=True):
-        if tensor.stride() == result.stride() and _has_kernel(tensor, dtype):
+        if tensor.stride() == result.stride() and _has_kernel(tensor, dtype, float8=True):
             rows.add(result, tensor)
         else:
             result.copy_(tensor)
     _multi_cast(rows, dtype, tensors)
+
+
+@functools.cache
+def _beyond_float8_e4m3fn() -> int:
+    """What this torch makes of numbers beyond it: NaN, or the largest number."""
+    return int(torch.tensor(1e9, device="cpu").to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def _multi_cast(rows: _Rows, dtype: torch.dtype, tensors: list[Tensor]) -> None:
@@ -96,6 +107,7 @@ def _multi_cast(rows: _Rows, dtype: torch.dtype, tensors: list[Tensor]) -> None:
             to=dtype,
             source=source,
             device=tensors[0].device,
+            BEYOND=_beyond_float8_e4m3fn(),
         )
 
 

@@ -64,6 +64,8 @@ def ptx(name: str, source: torch.dtype, to: torch.dtype, aligned: bool, architec
     constants = {key: value for key, value in variant.items() if key != "num_warps"}
     if name == "stochastic_cast_kernel":
         constants |= {"FRACTION": GRIDS[to].fraction, "BOTTOM": GRIDS[to].bottom}
+    if name == "multi_cast_kernel":
+        constants["BEYOND"] = 0x7E
     compiled = triton.compile(
         ASTSource(
             kernel,
@@ -105,6 +107,18 @@ def test_aligned_tiles_are_loaded_and_stored_by_16_bytes(
     # Beside the tile there are the row of the table, and less than one vector at its end.
     assert set(loads) <= {16, 8, source.itemsize, 4}
     assert stores[to.itemsize] >= 1
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("float8", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_by_8_bytes(float8: torch.dtype, architecture: int) -> None:
+    """As many elements as float16 has in 16; also where there are no instructions for float8."""
+    loads, stores = accesses(ptx("multi_cast_kernel", f32, float8, True, architecture))
+    assert loads[16] == launches.TILE * 4 // (THREADS * 16)
+    assert stores[8] == launches.TILE // (THREADS * 8)
+    loads, stores = accesses(ptx("multi_cast_kernel", float8, bf16, True, architecture))
+    assert loads[8] >= launches.TILE // (THREADS * 8)
+    assert stores[16] == launches.TILE * 2 // (THREADS * 16)
 
 
 @pytest.mark.parametrize(("name", "source", "to"), CASES)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 interpreted = pytest.mark.skipif(
     KERNEL_TIER.devices["cpu"].name != "triton", reason="needs Triton's interpreter"
 )
-F64, F32, F16, BF16 = range(4)  # as test_multi_cast_values.py numbers them
+F64, F32, F16, BF16, E4M3, E5M2 = range(6)  # as test_multi_cast_values.py numbers them
 CHOSEN = [
     "triton_tier/test_interpreted.py",
     "test_multi_cast.py",
@@ -31,7 +32,12 @@ CHOSEN = [
         for target in (F16, BF16)
         if (source, target) != (F64, F16)
     ),
+    *(
+        f"test_multi_cast_values.py::test_every_value_as_to_rounds_it[source{source}-target{target}]"
+        for source, target in ((F32, E4M3), (BF16, E4M3), (F16, E5M2), (E4M3, F32), (E5M2, BF16))
+    ),
     f"test_multi_cast_values.py::test_sizes_and_alignment[source{F32}-target{BF16}]",
+    f"test_multi_cast_values.py::test_sizes_and_alignment[source{F32}-target{E4M3}]",
     "test_cast_with_stats.py::test_table",
     "test_cast_with_stats.py::test_equals_the_reference_on_every_value[source1-target1]",
     "test_cast_with_stats.py::test_equals_the_reference_on_every_value[source2-target0]",
@@ -78,6 +84,30 @@ def test_kernels_are_registered() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_the_kernels(monkeypatch: pytest.MonkeyPatch, target: torch.dtype) -> None:
+    """To it and from it, and not ATen's."""
+    from autocast_backend.ops.triton import launches
+
+    seen = []
+    real = launches.over_table
+
+    def recorded(*args: Any, to: torch.dtype, source: torch.dtype, **others: Any) -> None:
+        seen.append((source, to))
+        real(*args, to=to, source=source, **others)
+
+    monkeypatch.setattr(launches, "over_table", recorded)
+    tensors = [torch.tensor([1.0, -3.3, 1e-3, torch.inf]), torch.ones(3, dtype=torch.float16)]
+    results = torch.ops.smart_autocast.multi_cast.default(tensors, target)
+    back = torch.ops.smart_autocast.multi_cast.default(results, torch.float32)
+    assert seen == [(t.dtype, target) for t in tensors] + [(target, torch.float32)]
+    for tensor, result, again in zip(tensors, results, back, strict=True):
+        assert torch.equal(result.view(torch.uint8), tensor.to(target).view(torch.uint8))
+        assert torch.equal(again.isnan(), result.float().isnan())
+        assert torch.equal(again.nan_to_num(), result.float().nan_to_num())
+
+
+@interpreted
 def test_places_past_32_bits() -> None:
     """The tile behind the first 2^32 elements of a tensor, of which only these are there."""
     from autocast_backend.ops.triton import kernels, launches
@@ -95,7 +125,7 @@ def test_places_past_32_bits() -> None:
         )
         aligned = launches.is_aligned(result.data_ptr(), tensor.data_ptr())
         variant = launches._variant(to, source, aligned, tile)
-        kernels.multi_cast_kernel[1,](torch.tensor(row), 1, **variant)
+        kernels.multi_cast_kernel[1,](torch.tensor(row), 1, BEYOND=0x7F, **variant)
         assert torch.equal(result[:count], tensor.to(to))
         assert not result[count:].any()
 
