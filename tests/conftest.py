@@ -1,10 +1,14 @@
 import gc
+import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch._decomp.decompositions_for_rng
 import torch._dynamo.guards
+import torch._dynamo.utils
 import torch.distributed as dist
 
 from autocast_backend.state import AutocastState, contexts_entered
@@ -27,13 +31,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take a seventh off the time that compiling small graphs takes."""
+    """Take off what compiling small graphs takes and changes no result."""
     # The garbage collector need not look again and again at what torch has made when imported.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     # For a line in its log, Dynamo times the guards of each compilation with the processor's caches
     # emptied.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    # For another one, it writes down all settings.
+    for kind in ("get_dynamo_config", "scrubbed_inductor_config", "functorch_config"):
+        setattr(torch._dynamo.utils, f"_{kind}_for_logging", lambda: None)
+    # AOTAutograd makes six tensors on fake ones each time, for a setting that is off.
+    torch._decomp.decompositions_for_rng.PhiloxState.reset = lambda _: None
+    # What TORCH_TRACE asks for, graphs as text and all, is made where this log has any handler, and
+    # pytest gives its own to all logs that do not propagate.
+    logging.getLogger("torch.__trace").addHandler = lambda _: None
+    # PyTorch's lists look through the whole stack, and all modules for each frame, for the unittest
+    # that asks for samples: longer than most samples take to compile.
+    for name in ("common_utils", "opinfo.core"):
+        if module := sys.modules.get(f"torch.testing._internal.{name}"):
+            module.extract_test_fn = lambda: None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
