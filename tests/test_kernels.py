@@ -218,6 +218,25 @@ def test_the_dispatcher_is_as_it_was() -> None:
     assert not has_autocast_kernel(op, ("cpu",))
 
 
+def test_a_lowering_changes_the_dispatcher_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time takes longer than to lower a call does, and every smart cast is observed."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return F.softmax(x @ x @ x, -1) @ x
+
+    opened, library = [], torch.library.Library
+
+    def counted(*args: Any) -> Any:
+        opened.append(args)
+        return library(*args)
+
+    graph = capture(region, torch.ones(4, 4))
+    monkeypatch.setattr(torch.library, "Library", counted)
+    lower_autocast(graph)
+    assert opened == [("aten", "IMPL")]
+
+
 def test_calls_of_other_threads_are_eagers() -> None:
     case, found = CASES["bilinear"], []
     inputs = arguments(case)

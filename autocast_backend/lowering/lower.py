@@ -83,18 +83,18 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if context.ambient.enabled_devices or any(map(is_region_node, graph_module.graph.nodes)):
         _check_example_values(graph_module)
     report = context.report
-    with kernels_opened():
+    with kernels_opened():  # once for all that is observed: it takes 1.6 ms
         plans, fake_mode = _settled(graph_module, context)
-    keepers = [c.node.name for plan in plans for c in plan.candidates if c.keeps]
-    if keepers and context.may_stay_eager:
-        report.keepers = keepers
-        return graph_module
-    with report.timed("lowering"):
-        writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
-        for writer in writers.values():
-            writer.write()
-        for writer in writers.values():
-            writer.share_with_bodies(writers)
+        keepers = [c.node.name for plan in plans for c in plan.candidates if c.keeps]
+        if keepers and context.may_stay_eager:
+            report.keepers = keepers
+            return graph_module
+        with report.timed("lowering"):
+            writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
+            for writer in writers.values():
+                writer.write()
+            for writer in writers.values():
+                writer.share_with_bodies(writers)
     return graph_module
 
 
