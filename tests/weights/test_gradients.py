@@ -217,6 +217,29 @@ def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
     assert_same_bits(run(disturb=True), expected)
 
 
+@LIFETIMES
+def test_a_frozen_weights_cast_that_autograd_holds_is_not_overwritten(lifetime: str) -> None:
+    """Autograd holds the very tensor that is kept, not another one on its memory."""
+
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model, x = make(Plain).requires_grad_(False), data(3, 8).requires_grad_()
+        compiled = torch.compile(model, **arguments)
+        for _ in range(2):
+            with bf16():
+                loss = sum(compiled(x).float().square().sum() for _ in range(2))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
+            with bf16():
+                for _ in range(2):
+                    compiled(x)
+            loss.backward()  # type: ignore[union-attr]
+        return [x.grad]
+
+    assert_same_bits(run(**ours(weight_cache=lifetime)), run(**EAGER))
+
+
 def test_memory_that_nobody_holds_is_used_again() -> None:
     model, x = make(Plain), data(3, 8)
     compiled = torch.compile(model, **ours(weight_cache="version"))
