@@ -196,7 +196,7 @@ def _cast_all(
             torch.empty_like(w, dtype=dtype) if m is None else m
             for w, m in zip(weights, memory, strict=True)
         ]
-        multi_cast(weights, dtype, out=out)
-        # So that autograd notices if, against expectation, a graph had saved one.
-        torch.autograd.graph.increment_version(out)
+        multi_cast(
+            weights, dtype, out=out
+        )  # counts a write: a graph that had saved one would notice
         return out

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autocast_backend import weight_cache_info
+from autocast_backend.weights import cast
 from tests.support import assert_same_bits
 
 from .support import EAGER, STOCK, Net, Plain, bf16, casts_made, data, make, ours
@@ -215,6 +216,20 @@ def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
 
     expected = run(disturb=False)
     assert_same_bits(run(disturb=True), expected)
+
+
+def test_if_one_were_overwritten_autograd_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast, "has_other_holders", lambda *args: False)
+    model, x = make(Plain), data(3, 8).requires_grad_()
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+    with bf16():
+        loss = compiled(x).float().sum()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+            compiled(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @LIFETIMES
