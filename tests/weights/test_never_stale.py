@@ -321,3 +321,5 @@ def test_what_is_captured_is_not_taken_for_computed(
 
     with bf16():
         assert [casts(c) for c in (True, True, False, False, True, False)] == [4, 4, 4, 0, 4, 0]
+        writes_in_place(model)
+        assert [casts(c) for c in (True, False)] == [4, 4]
