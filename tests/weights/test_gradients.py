@@ -218,6 +218,24 @@ def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
     assert_same_bits(run(disturb=True), expected)
 
 
+def test_a_graph_that_switches_autograd_on() -> None:
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model = make(Plain)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return model(x)
+
+        compiled = torch.compile(function, **arguments)
+        with torch.no_grad(), bf16():
+            results = [compiled(x) for x in data(2, 3, 8)]
+        sum(y.float().square().sum() for y in results).backward()  # type: ignore[union-attr]
+        return [p.grad for p in model.parameters()]
+
+    assert_same_bits(run(**ours()), run(**EAGER))
+
+
 def test_if_one_were_overwritten_autograd_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cast, "has_other_holders", lambda *args: False)
     model, x = make(Plain), data(3, 8).requires_grad_()

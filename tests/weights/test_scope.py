@@ -165,6 +165,9 @@ def test_on_the_cpu_the_next_scope_gets_the_memory_of_casts_without_gradients() 
     first = addresses()
     assert weight_cache_info()[:2] == (0, BYTES)
     assert addresses() == first
+    clear_weight_cache()
+    assert weight_cache_info().bytes == 0
+    addresses()
     trained = torch.compile(make(), **ours())
     with bf16():
         trained(data(3, 8))  # for training, of any model, memory is dearer than time
