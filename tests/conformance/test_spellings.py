@@ -8,6 +8,7 @@ torch 2.13.
 from __future__ import annotations
 
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,9 +20,9 @@ from torch._dynamo.utils import counters
 
 from autocast_backend.state import AutocastState
 from tests.conformance.calls import Tensors, arguments_of
-from tests.conformance.one_call import PINNED, call_under, compare, lowered, tensors_of
+from tests.conformance.one_call import NO_DEVICE, PINNED, call_under, compare, lowered, tensors_of
 from tests.conformance.test_registrations import REGISTERED, fate
-from tests.support import BF16, assert_same_bits, tensors
+from tests.support import BF16, TORCH, assert_same_bits, tensors
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 Spelling = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
@@ -109,11 +110,15 @@ def test_every_way_to_write_it(device_type: str, count: int) -> None:
     found: Counter[str] = Counter()
     with tensors_of(device_type):
         for op in (op for device, op in REGISTERED if device == device_type):
+            if op.partition(".")[0] in ("quantile", "nanquantile") and TORCH < (2, 13):
+                continue  # cannot run on fake tensors
             dtypes = dtypes_to_cast(device_type, op, state)
             for where, target, args, kwargs in spellings(device_type, op, dtypes):
                 eager = call_under(state, target, args, kwargs)
                 if eager.error is not None:  # no device, or other arguments than those of the op
-                    other = where not in ("torch.ops.aten", "keywords")
+                    other = where not in ("torch.ops.aten", "keywords") or (
+                        not PINNED and re.search(NO_DEVICE, eager.error)
+                    )
                     assert other or fate(device_type, op) != "lowered", (where, op, eager.error)
                     continue
                 module, report = lowered(target, args, kwargs, state)
