@@ -99,6 +99,7 @@ class GraphWeights:
             Shared.kept_on_cpu.clear()
         _forget_dead(casts)
         recorded = recorded_outputs() if Shared.kept else {}
+        others = [store for store in stores() if store is not casts]
         made: dict[Key, Cast] = {}
         former: dict[Key, Cast] = {}
         apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
@@ -117,7 +118,7 @@ class GraphWeights:
                 # averaged weights are put in its place and taken out again, say.
                 Shared.changes += 1
                 nodes.pop(key, None)  # it holds the memory of the wrong cast
-            replaced = _replaceable(key, weight, casts, recorded)
+            replaced = _replaceable(key, weight, casts, others, recorded)
             made[key] = Cast(weight)
             if replaced is not None:
                 former[key] = replaced
@@ -170,13 +171,18 @@ def _forget_dead(casts: dict[Key, Cast]) -> None:
 
 
 def _replaceable(
-    key: Key, weight: Tensor, casts: dict[Key, Cast], recorded: Mapping[int, list[Place]]
+    key: Key,
+    weight: Tensor,
+    casts: dict[Key, Cast],
+    others: Sequence[dict[Key, Cast]],
+    recorded: Mapping[int, list[Place]],
 ) -> Cast | None:
-    """A cast whose memory a new one can have: the one it replaces, or one of an earlier scope.
-    These are tried in the same order in every step, so that CUDA graphs meet the same memory."""
+    """A cast whose memory a new one can have: the one it replaces, or one of an earlier scope, but
+    none that calls find in `others`. They are tried in the same order in every step, so that CUDA
+    graphs meet the same memory."""
     if is_captured(weight):
         return None
-    used = [store[key] for store in stores() if store is not casts and key in store]
+    used = [store[key] for store in others if key in store]
     known = [casts.get(key), *Shared.kept.get(key, ()), Shared.kept_on_cpu.get(key)]
     for cast in known:
         if cast is not None and cast not in used and cast.can_be_replaced(weight, recorded):
@@ -196,7 +202,6 @@ def _cast_all(
             torch.empty_like(w, dtype=dtype) if m is None else m
             for w, m in zip(weights, memory, strict=True)
         ]
-        multi_cast(
-            weights, dtype, out=out
-        )  # counts a write: a graph that had saved one would notice
+        # It counts a write: an autograd graph that had saved one of them would notice.
+        multi_cast(weights, dtype, out=out)
         return out
