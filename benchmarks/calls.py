@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -26,9 +27,10 @@ def sample_calls(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds per call of each function, and the page faults of a call, the median over samples.
 
-    Each is called once before: that compiles, and touches new memory. On a CPU it is called before
-    every sample too, so that a sample finds heap and caches as a loop of such calls leaves them,
-    not as another function does. On a GPU every call finds the L2 cache flushed.
+    Each is called once before: that compiles, and touches new memory. On a CPU, samples find caches
+    and heap in one state, not in that which another function has left: those of several calls as a
+    loop of such calls leaves them; those of one call, where the heap has no free memory. On a GPU
+    every call finds the L2 cache flushed.
     """
     flush = L2Flush() if device == "cuda" else None
     faults: dict[str, list[float]] = {name: [] for name in functions}
@@ -41,7 +43,7 @@ def sample_calls(
             if flush is None
             else cuda_sampler(function, calls=calls, flush=flush)
         )
-        before = function if flush is None else _nothing
+        before = _nothing if flush is not None else function if calls > 1 else _empty_heap
         samplers[name] = _counting_faults(one, calls, faults[name], before=before)
     samples = interleave(samplers, rounds=rounds, warmup=1, seed=seed)
     return samples, {name: percentile(some[1:], 50) for name, some in faults.items()}
@@ -64,6 +66,14 @@ def calls_per_sample(function: Callable[[], object]) -> int:
 
 def _nothing() -> None:
     pass
+
+
+def _empty_heap() -> None:
+    """Give the heap's free memory back to the system, where the C library is glibc. Whether it does
+    so itself depends on what happens to lie above that memory, and is worth a factor of two."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _counting_faults(

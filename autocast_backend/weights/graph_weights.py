@@ -100,6 +100,7 @@ class GraphWeights:
         _forget_dead(casts)
         recorded = recorded_outputs() if Shared.kept else {}
         others = [store for store in stores() if store is not casts]
+        some_memory = bool(casts or Shared.kept or Shared.kept_on_cpu)
         made: dict[Key, Cast] = {}
         former: dict[Key, Cast] = {}
         apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
@@ -118,11 +119,13 @@ class GraphWeights:
                 # averaged weights are put in its place and taken out again, say.
                 Shared.changes += 1
                 nodes.pop(key, None)  # it holds the memory of the wrong cast
-            replaced = _replaceable(key, weight, casts, others, recorded)
             made[key] = Cast(weight)
-            if replaced is not None:
-                former[key] = replaced
-            memory = None if replaced is None else replaced.memory.cast
+            memory = None
+            if some_memory:
+                replaced = _replaceable(key, weight, casts, others, recorded)
+                if replaced is not None:
+                    former[key] = replaced
+                    memory = replaced.memory.cast
             if grad and memory is None:
                 with_nodes.append((key, weight))
             else:
