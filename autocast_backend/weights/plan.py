@@ -86,11 +86,13 @@ class WeightPlan:
         large = {cast: i for cast, i in self._casts.items() if _is_large_on_cpu(cast)}
         if self._lasting or any(hoisted.grads) or len(large) == len(self._casts):
             return self._outside(hoisted, weights, compile_graph).call
+        count = len(hoisted.weights)
         if large:
-            inside: InScope = self._outside(*self._take_out(large), compile_graph).in_scope
+            partly, some = self._take_out(large)
+            count -= len(partly.weights)
+            inside: InScope = self._outside(partly, some, compile_graph).in_scope
         else:
             inside = _inside(compile_graph(self._graph_module, self._inputs))
-        count = len(self._casts) - len(large)
         return _ByUse(hoisted, weights, inside, count, compile_graph).call
 
     def _take_out(self, casts: dict[fx.Node, int]) -> tuple[Hoisted, GraphWeights]:
