@@ -197,8 +197,8 @@ def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None
         return f"it is a tensor subclass, {type(value).__name__}"
     if value.layout is not torch.strided:
         return f"its layout is {value.layout}"
-    if value._is_view() or not value.is_leaf:
-        return "it is a view, or not a leaf of autograd"
+    if not value.is_leaf:
+        return "it is not a leaf of autograd"
     if value.is_inference():
         return "it was made in inference mode, where PyTorch does not count what is written to it"
     if is_managed_by_fsdp(value):
