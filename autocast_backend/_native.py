@@ -10,6 +10,9 @@ Where one of them is not there, a device that Triton compiles for gets the Trito
 (``autocast_backend/ops/triton``), and every other one the reference tier
 (``autocast_backend/ops/reference.py``): plain PyTorch. The results are the same.
 ``SMART_AUTOCAST_KERNELS=native|triton|reference`` forces a tier.
+
+Whether a tier runs on the GPUs that are there is seen later, when CUDA is initialised
+(``autocast_backend/ops/gpus.py``).
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class KernelTier:
     reason: str
     """Why this tier and not another."""
     devices: dict[str, DeviceTier]
-    """The tier of ``"cpu"`` and of ``"cuda"`` tensors; all other devices have the reference one."""
+    """The tier of ``"cpu"`` and of ``"cuda"`` tensors; all other devices have the reference one.
+    When CUDA is initialised, one that does not run on the GPUs is replaced by the next."""
     library: Path | None = None
     """The native library that was loaded."""
     build_info: dict[str, str] = field(default_factory=dict)
@@ -110,7 +114,7 @@ def load() -> KernelTier:
         elif wanted == "native":
             cuda = DeviceTier("reference", f"the CUDA library is {cuda_reason}; {forced}")
         else:
-            cuda = _without_native_cuda(f"the CUDA library is {cuda_reason}")
+            cuda = without_native_cuda(f"the CUDA library is {cuda_reason}")
         return KernelTier(
             name=cpu.name,
             reason=cpu.reason,
@@ -128,11 +132,11 @@ def load() -> KernelTier:
             f"smart_autocast runs without native kernels: {problem}; {REBUILD}", stacklevel=2
         )
     cpu = DeviceTier("reference", f"{problem}; {REBUILD}")
-    cuda = _without_native_cuda("there is no native library that loads")
+    cuda = without_native_cuda("there is no native library that loads")
     return KernelTier(name=cpu.name, reason=cpu.reason, devices={"cpu": cpu, "cuda": cuda})
 
 
-def _without_native_cuda(why: str) -> DeviceTier:
+def without_native_cuda(why: str) -> DeviceTier:
     """The tier of CUDA devices that no native library serves."""
     problem = _triton.problem_with_cuda()
     if problem is None:

@@ -176,10 +176,13 @@ def info() -> dict[str, str]:
     """The facts that ``smart-autocast info`` prints, in its order.
 
     Raises:
-        KernelTierError: as ``import autocast_backend.ops`` does.
+        KernelTierError: as ``import autocast_backend.ops`` does where CUDA is initialised; this
+            initialises it.
     """
     import torch
 
+    if torch.cuda.is_available():
+        torch.cuda.init()  # so that the GPUs are looked at
     from .ops import KERNEL_TIER as tier
 
     built = tier.build_info

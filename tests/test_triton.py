@@ -106,7 +106,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     message = "there is no triton package; install it: pip install triton"
     assert f"SMART_AUTOCAST_KERNELS=triton: {message}; or unset" in refused_by_force()
-    tier = _native._without_native_cuda("no library")
+    tier = _native.without_native_cuda("no library")
     assert (tier.name, tier.reason) == ("reference", f"no library; no Triton: {message}")
 
 

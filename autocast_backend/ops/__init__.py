@@ -34,6 +34,10 @@ for _device_type, _tier in KERNEL_TIER.devices.items():
         from . import triton
 
         triton.register(_library, _device_type.upper())
+if KERNEL_TIER.devices["cuda"].name != "reference":
+    from . import gpus
+
+    gpus.watch(KERNEL_TIER, _library)
 
 # After the ops exist: these functions look them up when they are imported.
 from .casts import CastStats, UnscaledGrads, cast_with_stats, multi_cast, unscale_cast  # noqa: E402
@@ -50,8 +54,12 @@ def kernels() -> _native.KernelTier:
     """The tier of kernels in use, why it is that one, and what it was built with; its ``devices``
     has the tier of each device type, and why.
 
+    What GPUs there are is looked at when CUDA is initialised (``torch.cuda.init()``): a tier that
+    does not run on all of them is replaced by the next one then, with a warning.
+
     ``SMART_AUTOCAST_KERNELS=native``, ``triton`` or ``reference`` forces one when the package is
-    first used; one that is not there is an error then, with the reason.
+    first used; one that is not there is an error then, with the reason, and one that does not run
+    on the GPUs is an error when CUDA is initialised.
     """
     return KERNEL_TIER
 

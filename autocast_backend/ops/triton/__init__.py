@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import ops
+from .launches import OLDEST_CAPABILITY
 
 KERNELS = {
     "multi_cast": ops.multi_cast,
@@ -23,3 +24,6 @@ def register(library: torch.library.Library, dispatch_key: str) -> None:
     """Registers all of the tier's kernels for a device; the ops must be defined already."""
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, dispatch_key)
+
+
+__all__ = ["KERNELS", "OLDEST_CAPABILITY", "register"]
