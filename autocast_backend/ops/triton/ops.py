@@ -1,7 +1,7 @@
 """The ops as the dispatcher calls them: checks, memory for results, launches.
 
-The dtypes of DTYPES have kernels, for dense tensors, and in `multi_cast` those of FLOAT8 to and
-from them; what else there is, ATen copies.
+The dtypes of DTYPES have kernels, for dense tensors, and those of FLOAT8 to and from them; what else
+there is, ATen copies, as from one float8 to another.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _has_kernel(tensor: Tensor, dtype: torch.dtype, *, float8: bool = False) -> bool:
-    """`float8`: whether one of the two dtypes may be one of FLOAT8."""
+def _has_kernel(tensor: Tensor, dtype: torch.dtype) -> bool:
     dtypes = {tensor.dtype, dtype}
     return (
-        (dtypes <= DTYPES or (float8 and dtypes <= DTYPES | FLOAT8 and not dtypes <= FLOAT8))
+        dtypes <= DTYPES | FLOAT8
+        and not dtypes <= FLOAT8
         and launches.compiles_for(tensor.device)
         and is_dense(tensor)
     )
@@ -70,7 +70,7 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     rows = _Rows()
     results = []
     for tensor in tensors:
-        if _has_kernel(tensor, dtype, float8=True):
+        if _has_kernel(tensor, dtype):
             result = torch.empty_like(tensor, dtype=dtype)
             rows.add(result, tensor)
         else:
@@ -85,7 +85,7 @@ def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tenso
     reference.check_no_overlap("multi_cast", "tensors", tensors, out)
     rows = _Rows()
     for tensor, result in zip(tensors, out, strict=True):
-        if tensor.stride() == result.stride() and _has_kernel(tensor, dtype, float8=True):
+        if tensor.stride() == result.stride() and _has_kernel(tensor, dtype):
             rows.add(result, tensor)
         else:
             result.copy_(tensor)
@@ -176,14 +176,12 @@ def stochastic_cast(
     _stochastic_cast.check(tensors, dtype, offset)
     if not tensors or not launches.compiles_for(tensors[0].device):
         return _stochastic_cast.stochastic_cast(tensors, dtype, seed, offset)
-    # To float8 by way of the numbers of float32 that it has.
-    to = dtype if dtype in DTYPES else torch.float32
     # What is new among these has to live until the kernels are launched.
     sources = [
-        tensor if _has_kernel(tensor, to) else tensor.to(torch.float32, copy=True)
+        tensor if _has_kernel(tensor, dtype) else tensor.to(torch.float32, copy=True)
         for tensor in tensors
     ]
-    results = [torch.empty_like(source, dtype=to) for source in sources]
+    results = [torch.empty_like(source, dtype=dtype) for source in sources]
     rows = _Rows()
     counters = _stochastic_cast.first_counters(tensors, offset)
     for result, source, counter in zip(results, sources, counters, strict=True):
@@ -195,10 +193,11 @@ def stochastic_cast(
             "stochastic_cast_kernel",
             some,
             seed,
-            to=to,
+            to=dtype,
             source=source_dtype,
             device=tensors[0].device,
             FRACTION=grid.fraction,
             BOTTOM=grid.bottom,
+            BEYOND=_beyond_float8_e4m3fn(),
         )
-    return results if to == dtype else [result.to(dtype) for result in results]
+    return results

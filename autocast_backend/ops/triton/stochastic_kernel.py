@@ -58,9 +58,11 @@ def stochastic_lanes(
     FROM: tl.constexpr,
     FRACTION: tl.constexpr,
     BOTTOM: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     value = load(source, mask, FROM).to(tl.float32)
-    tl.store(to, convert(round_to_grid(value, words, FRACTION, BOTTOM), TO), mask=mask)
+    rounded = round_to_grid(value, words, FRACTION, BOTTOM)
+    tl.store(to, convert(rounded, TO, BEYOND), mask=mask)
 
 
 @triton.jit(do_not_specialize=["size", "seed"])
@@ -74,16 +76,19 @@ def stochastic_cast_kernel(
     TILE: tl.constexpr,
     FRACTION: tl.constexpr,
     BOTTOM: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
-    """Many tensors, a tile for each program; a row's last number is the tensor's first counter."""
+    """Many tensors, a tile for each program; a row's last number is the tensor's first counter.
+    BEYOND: see `convert`."""
     to, source, rest, begin, first = find_tile(table, size, TO, FROM, ALIGNED, TILE)
     counter = first + begin // 4
     lanes = tl.max_contiguous(tl.arange(0, TILE), TILE)
     mask = main_mask(lanes, rest, ALIGNED)
     some = words(seed, counter, TILE)
-    stochastic_lanes(to + lanes, source + lanes, mask, some, TO, FROM, FRACTION, BOTTOM)
+    stochastic_lanes(to + lanes, source + lanes, mask, some, TO, FROM, FRACTION, BOTTOM, BEYOND)
     if ALIGNED and rest < TILE:
         tail = rest // WIDTH * WIDTH
         few = tail + tl.arange(0, WIDTH)
         last = words(seed, counter + tail // 4, WIDTH)
-        stochastic_lanes(to + few, source + few, few < rest, last, TO, FROM, FRACTION, BOTTOM)
+        left = few < rest
+        stochastic_lanes(to + few, source + few, left, last, TO, FROM, FRACTION, BOTTOM, BEYOND)

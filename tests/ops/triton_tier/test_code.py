@@ -64,7 +64,7 @@ def ptx(name: str, source: torch.dtype, to: torch.dtype, aligned: bool, architec
     constants = {key: value for key, value in variant.items() if key != "num_warps"}
     if name == "stochastic_cast_kernel":
         constants |= {"FRACTION": GRIDS[to].fraction, "BOTTOM": GRIDS[to].bottom}
-    if name == "multi_cast_kernel":
+    if name in ("multi_cast_kernel", "stochastic_cast_kernel"):
         constants["BEYOND"] = 0x7E
     compiled = triton.compile(
         ASTSource(
@@ -113,12 +113,14 @@ def test_aligned_tiles_are_loaded_and_stored_by_16_bytes(
 @pytest.mark.parametrize("float8", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_float8_by_8_bytes(float8: torch.dtype, architecture: int) -> None:
     """As many elements as float16 has in 16; also where there are no instructions for float8."""
-    loads, stores = accesses(ptx("multi_cast_kernel", f32, float8, True, architecture))
-    assert loads[16] == launches.TILE * 4 // (THREADS * 16)
-    assert stores[8] == launches.TILE // (THREADS * 8)
-    loads, stores = accesses(ptx("multi_cast_kernel", float8, bf16, True, architecture))
-    assert loads[8] >= launches.TILE // (THREADS * 8)
-    assert stores[16] == launches.TILE * 2 // (THREADS * 16)
+    for name in ("multi_cast_kernel", "stochastic_cast_kernel"):
+        loads, stores = accesses(ptx(name, f32, float8, True, architecture))
+        assert loads[16] == launches.TILE * 4 // (THREADS * 16)
+        assert stores[8] == launches.TILE // (THREADS * 8)
+    for name in ("multi_cast_kernel", "unscale_cast_kernel"):
+        loads, stores = accesses(ptx(name, float8, bf16, True, architecture))
+        assert loads[8] >= launches.TILE // (THREADS * 8)
+        assert stores[16] == launches.TILE * 2 // (THREADS * 16)
 
 
 @pytest.mark.parametrize(("name", "source", "to"), CASES)

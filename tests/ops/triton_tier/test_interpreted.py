@@ -100,7 +100,17 @@ def test_float8_is_the_kernels(monkeypatch: pytest.MonkeyPatch, target: torch.dt
     tensors = [torch.tensor([1.0, -3.3, 1e-3, torch.inf]), torch.ones(3, dtype=torch.float16)]
     results = torch.ops.smart_autocast.multi_cast.default(tensors, target)
     back = torch.ops.smart_autocast.multi_cast.default(results, torch.float32)
-    assert seen == [(t.dtype, target) for t in tensors] + [(target, torch.float32)]
+    sources = [tensor.dtype for tensor in tensors]
+    assert seen == [(source, target) for source in sources] + [(target, torch.float32)]
+    seen.clear()
+    torch.ops.smart_autocast.stochastic_cast.default([*tensors, *results], target, 1, 2)
+    assert seen == [(source, target) for source in sources]
+    seen.clear()
+    scale = torch.tensor(2.0)
+    (half, _), found = torch.ops.smart_autocast.unscale_cast.default(results, scale, torch.float32)
+    assert seen == [(target, torch.float32)]
+    assert found == float(not back[0].isfinite().all())
+    assert torch.equal(half[:-1], back[0][:-1] / 2)
     for tensor, result, again in zip(tensors, results, back, strict=True):
         assert torch.equal(result.view(torch.uint8), tensor.to(target).view(torch.uint8))
         assert torch.equal(again.isnan(), result.float().isnan())
