@@ -1,7 +1,7 @@
 """The ops as the dispatcher calls them: checks, memory for results, launches.
 
-The dtypes of DTYPES have kernels, for dense tensors, and those of FLOAT8 to and from them; what else
-there is, ATen copies, as from one float8 to another.
+The dtypes of DTYPES have kernels, for dense tensors, and those of FLOAT8 to and from them; what
+else there is, ATen copies, as from one float8 to another.
 """
 
 from __future__ import annotations
