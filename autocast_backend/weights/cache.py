@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .cast import Cast, Key
 from .scope import last_scope
@@ -51,14 +54,21 @@ class Shared:
 def watch_optimizers() -> None:
     """Learn of every optimizer step from now on, whatever the optimizer writes with."""
     # Where `optimizer.step` is compiled, Dynamo would trace the hook as well.
-    hook = torch.compiler.disable(_after_step, reason="it knows all casts of weights")
-    register_optimizer_step_post_hook(hook)
+    hook = torch.compiler.disable(_at_step, reason="it knows all casts of weights")
+    register_optimizer_step_pre_hook(hook)  # a step may raise when it has written half of them
+    register_optimizer_step_post_hook(hook)  # and its closure may call the model before
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # By their memory: an optimizer may have a parameter of its own in the place of all weights.
+    stepped = {
+        p.untyped_storage()._cdata
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.layout is torch.strided
+    }
     with Shared.lock:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        spoilt = [cast for (i, _), cast in all_casts() if i in stepped]
+        spoilt = [cast for _, cast in all_casts() if cast.is_in(stepped)]
         for cast in spoilt:
             cast.spoil()
         Shared.changes += bool(spoilt)

@@ -1,10 +1,10 @@
 """The cast of one weight, and when it is right.
 
 A cast is right while its weight is the tensor that was cast and nothing has written to it: the same
-object, version counter, address and storage, and no optimizer step on it since (optimizers with
-`fused=True` write without counting the version up). The object is known by its id alone, because
-`torch.utils.swap_tensors` refuses tensors with weak references; another tensor with the id of one
-that was freed has another storage, or shares its version counter.
+object, version counter, address and storage, and no optimizer step on its memory since (optimizers
+with `fused=True` write without counting the version up). The object is known by its id alone,
+because `torch.utils.swap_tensors` refuses tensors with weak references; another tensor with the id
+of one that was freed has another storage, or shares its version counter.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class Cast:
     def is_alive(self) -> bool:
         """Whether its weight has not been freed."""
         return isinstance(getattr(self.memory, "cast", None), Tensor)
+
+    def is_in(self, storages: set[int]) -> bool:
+        """Whether the memory of its weight is one of `storages`, given by their `_cdata`."""
+        storage = self._storage()
+        return storage is not None and storage._cdata in storages
 
     def spoil(self) -> None:
         """Its weight may have been written to without a trace."""

@@ -87,7 +87,7 @@ def weight_casts(
     taken: dict[fx.Node, int] = {}
     told: list[WeightCast] = []
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    written = [v for n, v in zip(placeholders, inputs, strict=True) if _is_written(n)]
+    written = [v for n, v in zip(placeholders, inputs, strict=True) if _is_written(n, v)]
     for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         casts = [user for user in node.users if _is_lowering_cast(user)]
         if not casts or not _is_weight(node, value):
@@ -263,13 +263,24 @@ def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
     )
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Whether a graph writes to an input: its fake tensor was made at version 0, which counts
-    writes through views, too. Writes through `.data` are not counted, so reading that is one."""
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and (
-        value._version > 0 or any(gives_data_attribute(user.target) for user in node.users)
-    )
+def _is_written(node: fx.Node, value: Any) -> bool:
+    """Whether a graph writes to an input: the version of its fake tensor counts writes, also those
+    through views. Writes through `.data` are not counted, so reading that is one.
+
+    Args:
+        value: the input. Where it begins inside of its storage, PyTorch made its fake tensor, or
+            that of its base, with `set_`, which counts as well (`MetaConverter.meta_tensor`).
+    """
+    fake = node.meta.get("example_value")
+    if not isinstance(fake, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    if any(gives_data_attribute(user.target) for user in node.users):
+        return True
+    if fake._version == 0:
+        return False
+    owner = value if value._base is None else value._base
+    offset = owner.storage_offset() if owner.layout is torch.strided else 0
+    return fake._version > (isinstance(offset, int) and offset > 0)
 
 
 def _leaf_like(weight: Any, cast: Any) -> Any:

@@ -62,6 +62,33 @@ def steps_scaled(model: nn.Module) -> None:
     scaler.update()
 
 
+def flattens(model: nn.Module) -> None:
+    """As optimizers do that step on all weights at once: each becomes a part of one parameter, and
+    counts for itself."""
+    flat = nn.Parameter(parameters_to_vector(model.parameters()).detach())
+    vector_to_parameters(flat.data, model.parameters())
+    model.flat = [flat]  # type: ignore[assignment]  (not a parameter of the model)
+
+
+def steps_on_the_flat_parameter(**arguments: Any) -> Change:
+    def change(model: nn.Module) -> None:
+        [flat] = model.flat  # type: ignore[misc,union-attr]
+        flat.grad = torch.ones_like(flat)
+        torch.optim.SGD([flat], lr=0.5, **arguments).step()
+
+    return change
+
+
+def fails_to_step(model: nn.Module) -> None:
+    """Out of memory in the second group, say."""
+    first, *others = model.parameters()
+    groups = [{"params": [first]}, {"params": others, "lr": 0.25}]
+    optimizer = torch.optim.SGD(groups, lr=0.5, fused=True)
+    others[0].grad = torch.ones(8).to_sparse()
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+
+
 def other() -> nn.Module:
     torch.manual_seed(7)
     return Net()
@@ -160,6 +187,9 @@ CASES = {
     "compiled-SGD": Case(steps_compiled(torch.optim.SGD), ("version", "step")),
     "compiled-Adam-fused": Case(steps_compiled(torch.optim.Adam, fused=True), ("version", "step")),
     "grad-scaler": Case(steps_scaled, ("step",)),
+    "flat-plain": Case(steps_on_the_flat_parameter(), ("step",), flattens),
+    "flat-fused": Case(steps_on_the_flat_parameter(fused=True), ("step",), flattens),
+    "step-that-raises": Case(fails_to_step, ("step",)),
     "p.data": Case(assigns_data, ("address", "storage")),
     "p.data-same-address": Case(assigns_data_at_the_old_address, ("storage",), on_memory_of_ours),
     "p.data-same-storage": Case(takes_the_second_set, ("address",), two_sets_in_one_storage),
@@ -234,6 +264,26 @@ def test_a_change_between_two_kinds_of_graphs() -> None:
         with torch.autocast("cpu", enabled=False):
             own(x)
         after = ambient(x).detach().clone()
+        expected = torch.compile(model, **ours(weight_cache="off"))(x)
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_casts_that_the_closure_of_a_step_makes(lifetime: str) -> None:
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=lifetime))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+
+    def closure() -> torch.Tensor:
+        loss = compiled(x).float().sum()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    with bf16():
+        before = compiled(x).detach().clone()
+        optimizer.step(closure)
+        after = compiled(x).detach().clone()
         expected = torch.compile(model, **ours(weight_cache="off"))(x)
     assert torch.equal(after, expected)
     assert not torch.equal(after, before)
