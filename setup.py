@@ -149,6 +149,9 @@ class CMakeBuild(build_ext):
     wheel, or beside the sources for an editable install."""
 
     def run(self) -> None:
+        if not self.extensions:  # Asked for by name: pip asks for none.
+            prepare_build()
+            return
         cmake, ninja, torch, torch_version = require_tools()
         configuration = [
             f"-DCMAKE_CXX_COMPILER={find_compiler()}",

@@ -208,3 +208,20 @@ def test_install_without_a_compiler(sources: Path, tmp_path: Path) -> None:
     text = info(target)
     assert "kernel tier     reference: there is no native library" in text
     assert not list(target.rglob("*.so"))
+
+
+def test_build_beside_the_sources_without_a_compiler(sources: Path) -> None:
+    """As `make SYSTEM=1` does it, and not pip."""
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    environment = {**os.environ, "CXX": "no-such-compiler", "FORCE_CUDA": ""}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True)
+
+    result = run()
+    assert result.returncode == 0, result.stderr
+    assert "building WITHOUT native kernels" in result.stderr
+    environment["FORCE_CUDA"] = "1"
+    result = run()
+    assert result.returncode != 0
+    assert "FORCE_CUDA=1 needs a C++ compiler with Python's headers" in result.stderr
