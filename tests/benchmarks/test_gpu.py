@@ -183,12 +183,22 @@ def test_an_old_torch_is_refused(monkeypatch):
     assert "expected torch 2.11 or newer, got 2.9.1" in gpu.refusal()
 
 
-def test_a_real_stage_writes_its_log_and_is_stopped_at_its_limit(tmp_path):
+def test_a_real_stage_writes_its_log_and_is_stopped_at_its_limit(tmp_path, monkeypatch):
     log = tmp_path / "log"
     code = "import os; print(os.environ['FORCE_CUDA'], os.environ['PYTHONPATH'].split(':')[0])"
     hello = Stage(name="hello", command=(sys.executable, "-c", code), limit_seconds=60)
     assert gpu.run_stage(hello, log) == 0
     assert log.read_text() == f"1 {gpu.ROOT}\n"
-    code = "import time; print('began', flush=True); time.sleep(600)"
+    code = """
+import time
+try:
+    print("began", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("what failed so far", flush=True)
+    time.sleep(600)
+"""
+    monkeypatch.setattr(gpu, "LAST_WORDS_SECONDS", 1)
     endless = Stage(name="endless", command=(sys.executable, "-c", code), limit_seconds=2)
     assert gpu.run_stage(endless, log) == TIMED_OUT
+    assert "what failed so far" in log.read_text()
