@@ -133,7 +133,7 @@ def sanitized() -> list[tuple[str, tuple[str, ...]]]:
     sanitizer = shutil.which("compute-sanitizer", path=path)
     if sanitizer is None:
         return []
-    # Our kernels alone: the others take their time, and may have findings of their own. So does what
+    # Our kernels alone: the others take their time, and may have findings of their own, as has what
     # PyTorch asks the driver, which refuses some of it.
     options = ("--kernel-name", "kns=smart_autocast", "--report-api-errors", "no")
     uncached = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", sanitizer, "--error-exitcode", "1")

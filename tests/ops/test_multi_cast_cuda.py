@@ -67,7 +67,9 @@ def test_sizes_and_alignment(source: torch.dtype, target: torch.dtype) -> None:
     assert_casts(views, target)
     begins = list(itertools.accumulate((view.numel() + 9 for view in views), initial=3))
     found, wanted = (torch.zeros(begins[-1], dtype=target, device="cuda") for _ in range(2))
-    places = [slice(begin, begin + view.numel()) for begin, view in zip(begins, views)]
+    places = [
+        slice(begin, begin + view.numel()) for begin, view in zip(begins[:-1], views, strict=True)
+    ]
     multi_cast(views, target, out=[found[place] for place in places])
     for view, place in zip(views, places, strict=True):
         wanted[place] = view.to(target)
