@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +22,14 @@ def is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
     from torch.distributed._composable_state import _module_state_mapping
 
     states = [reference() for reference in _module_state_mapping.values()]
-    groups = [getattr(state, "_fsdp_param_group", None) for state in states]
-    groups += [g for state in states for g in getattr(state, "_fsdp_param_groups", ())]
-    managed = (p for group in groups if group is not None for p in group.fsdp_params)
+    managed = (p for s in states for group in _groups(s) for p in group.fsdp_params)
     return any(getattr(p, "_unsharded_param", None) is tensor for p in managed)
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    """The groups of weights that a module's state has: several where they are on several meshes.
+    Versions of PyTorch that know that raise where they are asked for the one group."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]

@@ -1,16 +1,18 @@
-"""FSDP2 in one process: it gathers its weights before each forward and frees them after, without
+"""FSDP in one process: it gathers its weights before each forward and frees them after, without
 counting that in their version."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from autocast_backend._torch.fsdp import is_managed_by_fsdp
 from tests.support import assert_same_bits
 
 from .support import EAGER, bf16, casts_made, data, make, ours
@@ -64,3 +66,35 @@ def test_casts_of_what_fsdp_manages_stay_in_the_graph() -> None:
 def test_version_refuses_what_fsdp_manages() -> None:
     with pytest.raises(RuntimeError, match=r"linear.*FSDP manages this weight"):
         steps(**ours(weight_cache="version"))
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_weights_of_the_first_fsdp_stay_in_the_graph() -> None:
+    model = FullyShardedDataParallel(
+        nn.Linear(8, 8, bias=False), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    [weight] = model.parameters()
+
+    def call(lifetime: str) -> None:
+        torch._dynamo.reset()
+        with bf16():
+            torch.compile(lambda w, x: x @ w, **ours(weight_cache=lifetime))(weight, data(3, 8))
+
+    assert casts_made(lambda: call("scope")) == 0
+    with pytest.raises(RuntimeError, match="w: FSDP manages this weight"):
+        call("version")
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_a_module_whose_weights_are_on_several_meshes() -> None:
+    block = Block()
+    fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+    state = fully_shard.state(block)  # type: ignore[attr-defined]
+    if not hasattr(state, "_fsdp_param_groups"):
+        pytest.skip("this version of PyTorch has one group for each module")
+    [group] = state._fsdp_param_groups
+    gathered = torch.empty(8, 8)
+    group.fsdp_params[0]._unsharded_param = gathered
+    state._fsdp_param_groups = [copy.copy(group), group]
+    assert is_managed_by_fsdp(gathered)
+    assert not is_managed_by_fsdp(torch.empty(8, 8))

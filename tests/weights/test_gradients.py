@@ -48,6 +48,27 @@ def test_a_weight_used_twice_in_a_graph(lifetime: str) -> None:
     )
 
 
+def test_calls_of_a_region_of_their_own_share_no_sum() -> None:
+    """Lasting casts are shared by calls whose gradients add up in float32: no context is around."""
+
+    def region(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with bf16():
+            return x @ weight
+
+    def gradient(**arguments: Any) -> torch.Tensor:
+        weight = data(8, 8).requires_grad_()
+        compiled = torch.compile(region, **arguments)
+        losses = [compiled(x, weight).float().square().mean() for x in data(3, 3, 8)]
+        torch.stack(losses).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    found: list[torch.Tensor] = []
+    lasting = ours(weight_cache="version")
+    assert casts_made(lambda: found.append(gradient(**lasting))) == 1
+    assert_same_bits(found, [gradient(**EAGER)])
+
+
 @pytest.mark.parametrize("eager_first", [False, True])
 def test_a_weight_that_eager_code_casts_too(eager_first: bool) -> None:
     """Two casts, whose gradients add up in float32. Known: the day this fails, take it out of

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocast_backend import clear_weight_cache, weight_cache_info
+from autocast_backend.weights.cast import Cast
 from autocast_backend.weights.scope import current_scope
 from tests.support import BF16, FP16, assert_same_bits
 
@@ -192,6 +193,15 @@ def test_memory_that_somebody_holds_is_not_written_over() -> None:
             weight.add_(1)
     assert {cast.data_ptr() for cast in casts()}.isdisjoint(cast.data_ptr() for cast in held)
     assert_same_bits(held, values)
+
+
+def test_memory_that_does_not_fit_is_not_used_again() -> None:
+    """Something else is in the place of a weight whose old memory lives on."""
+    weight = nn.Parameter(data(8, 8))
+    cast = Cast(weight)
+    cast.memory.cast = weight.detach().bfloat16()
+    others = [weight, data(4, 8), weight.mT, weight.to("meta")]
+    assert [cast.can_be_replaced(w, {}) for w in others] == [True, False, False, False]
 
 
 def test_clear_autocast_cache_is_respected() -> None:

@@ -1,0 +1,82 @@
+"""Two threads that come to the weight cache at once: the second waits for the first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autocast_backend import multi_cast
+from autocast_backend.weights import graph_weights
+from tests.support import assert_same_bits
+
+from .support import bf16, casts_made, data, make, ours
+
+WEIGHTS = 4  # of a Net
+
+
+def compiled_net() -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+
+    def call() -> Tensor:
+        with torch.no_grad(), bf16():
+            return compiled(x)  # type: ignore[no-any-return]
+
+    call()
+    return model, call
+
+
+def meanwhile(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
+    """Start a thread for `work` once casts have been made and nobody knows of them yet. It gets
+    half a second before they are stored."""
+    thread = threading.Thread(target=work)
+
+    def made(weights: Sequence[Tensor], *args: Any, **arguments: Any) -> Any:
+        casts = multi_cast(weights, *args, **arguments)
+        monkeypatch.setattr(graph_weights, "multi_cast", multi_cast)
+        thread.start()
+        thread.join(0.5)
+        return casts
+
+    monkeypatch.setattr(graph_weights, "multi_cast", made)
+    return thread
+
+
+def changes(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+def test_casts_are_made_by_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call = compiled_net()
+    changes(model)
+    results: list[Tensor] = []
+    thread = meanwhile(lambda: results.append(call()), monkeypatch)
+
+    def both() -> None:
+        results.append(call())
+        thread.join()
+
+    assert casts_made(both) == WEIGHTS
+    assert_same_bits(*results)
+
+
+def test_a_step_waits_for_the_casts_that_it_spoils(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call = compiled_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    changes(model)
+    thread = meanwhile(optimizer.step, monkeypatch)
+    before = call()
+    thread.join()
+    after = call()
+    assert not torch.equal(after, before)
+    with torch.no_grad(), bf16():
+        assert_same_bits(after, model(data(3, 8)))
