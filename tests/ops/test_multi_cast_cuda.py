@@ -146,6 +146,28 @@ def test_captured_in_a_graph() -> None:
         assert torch.equal(result, torch.full_like(result, i))
 
 
+@pytest.mark.slow
+def test_in_a_cuda_graph_of_inductor() -> None:
+    """Which is warmed up first, with memory that nothing may keep."""
+    tensors = [sample(f32, 100 + i).cuda() for i in range(150)]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda: multi_cast(tensors, bf16), mode="reduce-overhead")
+    for _ in range(4):
+        for result, tensor in zip(compiled(), tensors, strict=True):
+            assert torch.equal(result, tensor.bfloat16())
+        for tensor in tensors:
+            tensor.mul_(1.5)
+
+
+def test_whatever_the_default_device_is() -> None:
+    tensors = [sample(f32, 3, 5).cuda(), sample(f16, 4).cuda()]
+    with torch.device("cuda"):
+        assert_casts(tensors, bf16)
+        assert_casts(tensors, torch.float8_e4m3fn)
+    with torch.device("meta"):
+        assert_casts([*tensors, tensors[0]], bf16)
+
+
 def test_errors() -> None:
     tensor = sample(f32, 8).cuda()
     with pytest.raises(RuntimeError, match="'tensors' must hold tensors on one device"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -55,13 +56,21 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.int64, device=device)
     if not torch.cuda.is_current_stream_capturing():
-        return _kept(numbers, device, torch.cuda.current_stream(device).cuda_stream)
+        return _kept(numbers, device, torch.cuda.current_stream(device))
     table = torch.empty(len(numbers), dtype=torch.int64, device=device)
     write_numbers(table, numbers)
     return table
 
 
 @functools.lru_cache(TABLES_KEPT)
-def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+def _kept(numbers: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream) -> Tensor:
     # One for each stream: only there is the copy done before the kernels that read it.
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    def copied() -> Tensor:
+        with torch.cuda.stream(stream):
+            table = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
+            return table.to(device, non_blocking=True)
+
+    # In a thread of its own. While Inductor warms a CUDA graph up, all that this one allocates is
+    # in the graph's pool, and must be gone after it (`cudagraph_trees.check_memory_pool`).
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copied).result()

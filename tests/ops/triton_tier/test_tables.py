@@ -1,5 +1,8 @@
 """Tables of tensors, and when one is kept."""
 
+import contextlib
+import threading
+
 import pytest
 import torch
 
@@ -47,19 +50,23 @@ def test_a_captured_table_is_never_a_kept_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_table_for_calls_with_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    """On the CPU first, whatever the default device is, and in a thread that has no pool."""
+    made, threads = [], set()
 
     def tensor(numbers: tuple[int, ...], **options: object) -> torch.Tensor:
-        made.append((numbers, options["pin_memory"]))
+        made.append((numbers, options["pin_memory"], options["device"]))
+        threads.add(threading.get_ident())
         return torch.ones(1)
 
     monkeypatch.setattr(tables.torch, "tensor", tensor)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     tables._kept.cache_clear()
     for stream in (1, 2):
         for numbers in ((3,), (4,), (3,)):
-            tables._kept(numbers, CPU, stream)
-    assert made == [((3,), True), ((4,), True)] * 2
+            tables._kept(numbers, CPU, stream)  # type: ignore[arg-type]
+    assert made == [((number,), True, "cpu") for number in (3, 4)] * 2
+    assert threading.get_ident() not in threads
     for number in range(2 * tables.TABLES_KEPT):
-        tables._kept((number,), CPU, 1)
+        tables._kept((number,), CPU, 1)  # type: ignore[arg-type]
     assert tables._kept.cache_info().currsize == tables.TABLES_KEPT
     tables._kept.cache_clear()
