@@ -76,7 +76,7 @@ def test_stochastic_cast_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
 def test_cast_with_stats(source: torch.dtype, dtype: torch.dtype) -> None:
     everything = patterns(source).cuda()
     finite = everything[everything.isfinite()]
-    views = (everything, finite, finite[3:], finite[: 10**5].reshape(100, -1).t(), finite[:0])
+    views = (everything, finite, finite[3:], finite[:60_000].reshape(100, -1).t(), finite[:0])
     for tensor in (*views, finite[::3], finite[5], finite.repeat(40)):
         result, stats = ops.cast_with_stats(tensor, dtype)
         wanted, counts = reference.cast_with_stats(tensor, dtype)
