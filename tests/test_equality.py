@@ -325,7 +325,27 @@ def two_checkpoints(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * checkpoint(lambda x, w: (x @ w).cos(), x, w, use_reentrant=False)
 
 
-@pytest.mark.parametrize(("function", "casts"), [(a_checkpoint_and_more, 3), (two_checkpoints, 2)])
+def a_checkpoint_in_a_checkpoint(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x, w: (x @ w).sin(), x.cos(), w, use_reentrant=False)
+
+    return checkpoint(body, x, w, use_reentrant=False) + x.sin() @ w
+
+
+def on_all_levels(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = checkpoint(two_checkpoints, x, w, use_reentrant=False)
+    return y * checkpoint(lambda x, w: two_checkpoints(x, w) @ w, x, w, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "casts"),
+    [
+        (a_checkpoint_and_more, 3),
+        (two_checkpoints, 2),
+        (a_checkpoint_in_a_checkpoint, 3),
+        (on_all_levels, 3),
+    ],
+)
 @pytest.mark.parametrize("region", [False, True], ids=["ambient", "region"])
 def test_a_weight_that_checkpoints_share(function: Any, casts: int, region: bool) -> None:
     """Eager's cache has one cast of each leaf for all of them. Compared with plain eager mode: for
@@ -354,6 +374,28 @@ def test_a_weight_that_checkpoints_share(function: Any, casts: int, region: bool
     assert_same_bits(ours, gradients())
     with pytest.raises(AssertionError, match="differs"):
         assert_same_bits(gradients(backend="aot_eager"), gradients())
+
+
+def test_a_weight_in_reentrant_checkpoints() -> None:
+    """Each of them casts it again in a backward of its own, so its gradients add up in float32.
+    Compared with plain eager mode: the oracle's checkpoints are not reentrant."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda x, w: (x @ w).sin(), x, w, use_reentrant=True)
+        return checkpoint(lambda y, w: (y @ w).cos(), y, w, use_reentrant=True)
+
+    def gradients(**compile_arguments: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        called = torch.compile(function, **compile_arguments) if compile_arguments else function
+        with torch.autocast(**BF16):
+            out = called(x, w)
+        out.float().square().sum().backward()  # such checkpoints refuse torch.autograd.grad
+        return x.grad, w.grad
+
+    ours = gradients(backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(ours, gradients())
 
 
 def a_region_and_a_checkpoint(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -145,9 +145,12 @@ def functorch_levels_restored() -> Iterator[None]:
     from torch._C import _functorch
 
     depth = _functorch.get_dynamic_layer_stack_depth()
+    dual = _is_in_dual_level()
     try:
         yield
     finally:
+        if _is_in_dual_level() and not dual:  # of forward-mode AD: `torch.func.jvp`, `hessian`
+            torch._C._exit_dual_level(level=0)  # type: ignore[attr-defined]
         # `pop_dynamic_layer_stack_and_undo_to_depth` of torch 2.11 fails an assertion.
         while _functorch.get_dynamic_layer_stack_depth() > depth:
             kind = _functorch.peek_interpreter_stack().key().name.lower()
@@ -194,3 +197,13 @@ def input_name(node: torch.fx.Node) -> str:
     # L['self']._modules['0']._parameters['weight'], as the guards write it
     name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)
+
+
+def _is_in_dual_level() -> bool:
+    """Whether forward-mode AD is on. There is one level of it at most, and nothing tells of it."""
+    try:
+        level = torch._C._enter_dual_level()  # type: ignore[attr-defined]
+    except RuntimeError:  # nested forward mode AD is not supported
+        return True
+    torch._C._exit_dual_level(level=level)  # type: ignore[attr-defined]
+    return False

@@ -21,7 +21,7 @@ class InPlace:
         records_grad: whether autograd records inside, if it does around; None: whatever is around,
             the op's first argument decides.
         result: the op's value, from what the body returns.
-        shares: whether the body may be given another operand.
+        takes_more: whether the body may be given another operand.
         body: which argument of the op is the body.
         again: whether several nodes may call one body.
     """
@@ -29,7 +29,7 @@ class InPlace:
     first_operand: int
     records_grad: bool | None
     result: Callable[[Any], Any]
-    shares: bool = False
+    takes_more: bool = False
     body: int = 0
     again: bool = False
 
@@ -37,16 +37,21 @@ class InPlace:
         """Whether autograd records in the body that `node` calls."""
         return bool(node.args[0]) if self.records_grad is None else around and self.records_grad
 
+    def shares(self, node: fx.Node) -> bool:
+        """Whether the body that `node` calls may read the weight casts of its surroundings. That of
+        a reentrant checkpoint may not: it casts again, in a backward of its own."""
+        return self.takes_more and not node.kwargs.get("use_reentrant", False)
+
 
 IN_PLACE = {
-    "tag_activation_checkpoint": InPlace(1, True, lambda returned: returned, shares=True),
+    "tag_activation_checkpoint": InPlace(1, True, lambda returned: returned, takes_more=True),
     # (forward body, backward body, *operands). The forward body returns (outputs, saved tensors)
     # and runs as `torch.autograd.Function.forward` does. The backward body is left alone: it runs
     # later, under the state of the backward pass.
     "autograd_function_apply": InPlace(2, False, lambda returned: returned[0]),
     # (body, name, *operands): `torch.compiler.nested_compile_region`, called as often as the code
     # calls it.
-    "invoke_subgraph": InPlace(2, True, lambda returned: returned, shares=True, again=True),
+    "invoke_subgraph": InPlace(2, True, lambda returned: returned, takes_more=True, again=True),
     # (grad mode, body, *operands): how `torch.export` writes `torch.no_grad()`.
     "wrap_with_set_grad_enabled": InPlace(2, None, lambda returned: returned, body=1),
 }

@@ -27,6 +27,10 @@ CACHED = "smart_autocast_cached"
 """In the `meta` of a cast that eager autocast would keep in its weight cache, and that others may
 have left there before the graph runs."""
 
+CastKey = tuple[Any, ...]
+"""A cast that eager autocast would find in its cache: the weight, the smart cast and its other
+arguments, the scope, the grad mode."""
+
 
 class Writer:
     """Writes the plan of one graph into it.
@@ -43,7 +47,7 @@ class Writer:
         self.fake_mode = fake_mode
         self.report = report
         # The casts eager autocast would find in its cache: one per weight, scope and grad mode.
-        self.weight_casts: dict[tuple[Any, ...], fx.Node] = {}
+        self.weight_casts: dict[CastKey, fx.Node] = {}
         # `w.float()` is w itself, and the cache knows tensors: id of a value -> its first node.
         self._first = {id(n.meta.get("example_value")): n for n in reversed(self.graph.nodes)}
 
@@ -77,32 +81,49 @@ class Writer:
             y = tag_activation_checkpoint(body, x, w)      y = tag_activation_checkpoint(
             w_cast = autocast_to_bf16(w)                       body, x, w, w_cast)
 
-        A weight that one body alone reads is cast in there, and so is one that it reads in a region
-        of its own, at whose end eager's cache is cleared.
+        Bodies in bodies read them, too. A weight that one body alone reads is cast in there, and so
+        is one that it reads in a region of its own, at whose end eager's cache is cleared.
         """
+        inside = self._casts_in_bodies(writers)
+        readers = Counter(key for calls in inside.values() for key in calls.values())
+        for (writer, cast), calls in inside.items():
+            if any(key in self.weight_casts or readers[key] > 1 for key in calls.values()):
+                self._share(writer, cast, calls, writers)
+
+    def _casts_in_bodies(
+        self, writers: Mapping[fx.GraphModule, Writer]
+    ) -> dict[tuple[Writer, CastKey], dict[fx.Node, CastKey]]:
+        """The casts of this graph's weights in the bodies it calls, and in those these call; for
+        each, which nodes call the body, and which cast of this graph each of them means."""
         bodies = Bodies(self.module)
-        # (body, cast inside of it) -> the nodes that call the body, and the cast each of them means
-        inside: dict[tuple[Writer, fx.Node], dict[fx.Node, tuple[Any, ...]]] = {}
+        inside: dict[tuple[Writer, CastKey], dict[fx.Node, CastKey]] = {}
         for node in self.graph.nodes:
             body = bodies.of(node)
-            if body is None or not body.call.shares or body.module not in writers:
+            if body is None or not body.call.shares(node) or body.module not in writers:
                 continue
             writer = writers[body.module]
             inputs = writer.graph.find_nodes(op="placeholder")
             operands = dict(zip(inputs, node.args[body.call.first_operand :], strict=True))
-            for (weight, *cast), made in writer.weight_casts.items():
-                if weight in operands and not is_opened_in(cast[-2], writer.graph):
-                    key = (operands[weight], *cast)
-                    inside.setdefault((writer, made), {})[node] = key
-        readers = Counter(key for calls in inside.values() for key in calls.values())
-        for (writer, made), calls in inside.items():
-            if any(key in self.weight_casts or readers[key] > 1 for key in calls.values()):
-                self._share(writer, made, calls)
+            deeper = [c.values() for c in writer._casts_in_bodies(writers).values()]
+            for cast in itertools.chain(writer.weight_casts, *deeper):
+                weight, *how = cast
+                if weight in operands and not is_opened_in(how[-2], writer.graph):
+                    inside.setdefault((writer, cast), {})[node] = (operands[weight], *how)
+        return inside
 
     def _share(
-        self, writer: Writer, made: fx.Node, calls: Mapping[fx.Node, tuple[Any, ...]]
+        self,
+        writer: Writer,
+        cast: CastKey,
+        calls: Mapping[fx.Node, CastKey],
+        writers: Mapping[fx.GraphModule, Writer],
     ) -> None:
         """Give a body a cast of a weight as an operand, in each node that calls it."""
+        if cast not in writer.weight_casts:  # bodies in that body make it
+            for (deeper, its_cast), its_calls in writer._casts_in_bodies(writers).items():
+                if cast in its_calls.values():
+                    writer._share(deeper, its_cast, its_calls, writers)
+        made = writer.weight_casts[cast]
         for node, key in calls.items():
             outside = self.weight_casts.get(key)
             if outside is None:
@@ -122,6 +143,7 @@ class Writer:
         (weight,) = made.all_input_nodes
         made.replace_all_uses_with(operand)
         writer.graph.erase_node(made)
+        writer.weight_casts[cast] = operand
         if not weight.users:
             _drop_operand(calls, writer.graph, weight)
         self.report.casts -= 1
