@@ -98,3 +98,18 @@ def test_a_lowered_span_serves_other_dtypes() -> None:
     lowered = lower_autocast(capture(region, x))
     for dtype in (torch.bfloat16, torch.float16):
         assert_same_bits(tensors(lowered(x.to(dtype))), tensors(region(x.to(dtype))))
+
+
+def test_a_transform_that_raises_leaves_forward_mode_ad_off() -> None:
+    """The casts of the policy table do not fit a hessian's tangents. What is tried on fake tensors
+    raises half-way, between the graph's enter and exit of forward-mode AD; Dynamo's graph does not."""
+
+    def curvature(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.func.hessian(lambda x: (w @ (w @ x).tanh()).float().sum())(x)
+
+    x, w = torch.randn(6), torch.randn(6, 6, requires_grad=True)
+    arguments = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+    with torch.autocast(**BF16):
+        assert_same_bits(torch.compile(curvature, **arguments)(x, w), curvature(x, w))
+    with torch.autograd.forward_ad.dual_level():  # raises where one is open
+        pass
