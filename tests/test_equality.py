@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import BF16, FP16, Product, assert_same_bits, tensors, train_step
+from tests.support import (
+    BF16,
+    FP16,
+    Product,
+    assert_same_bits,
+    needs_torch,
+    tensors,
+    train_step,
+)
 
 AOT_EAGER = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
 
@@ -337,9 +345,22 @@ def on_all_levels(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * checkpoint(lambda x, w: two_checkpoints(x, w) @ w, x, w, use_reentrant=False)
 
 
+@torch.compiler.nested_compile_region
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sin()
+
+
+def a_nested_region_in_a_checkpoint(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda x: product(x, w), x, use_reentrant=False) + product(x.cos(), w)
+
+
 @pytest.mark.parametrize(
     ("function", "casts"),
     [
+        pytest.param(
+            *(a_nested_region_in_a_checkpoint, 3),
+            marks=needs_torch(2, 13, because="its body is not found"),
+        ),
         (a_checkpoint_and_more, 3),
         (two_checkpoints, 2),
         (a_checkpoint_in_a_checkpoint, 3),

@@ -150,7 +150,7 @@ def functorch_levels_restored() -> Iterator[None]:
         yield
     finally:
         if _is_in_dual_level() and not dual:  # of forward-mode AD: `torch.func.jvp`, `hessian`
-            torch._C._exit_dual_level(level=0)  # type: ignore[attr-defined]
+            torch._C._exit_dual_level(level=0)
         # `pop_dynamic_layer_stack_and_undo_to_depth` of torch 2.11 fails an assertion.
         while _functorch.get_dynamic_layer_stack_depth() > depth:
             kind = _functorch.peek_interpreter_stack().key().name.lower()
@@ -202,8 +202,8 @@ def input_name(node: torch.fx.Node) -> str:
 def _is_in_dual_level() -> bool:
     """Whether forward-mode AD is on. There is one level of it at most, and nothing tells of it."""
     try:
-        level = torch._C._enter_dual_level()  # type: ignore[attr-defined]
+        level = torch._C._enter_dual_level()
     except RuntimeError:  # nested forward mode AD is not supported
         return True
-    torch._C._exit_dual_level(level=level)  # type: ignore[attr-defined]
+    torch._C._exit_dual_level(level=level)
     return False

@@ -1,4 +1,4 @@
-"""One body for one autocast state.
+"""One body for one autocast state, in one graph.
 
     y = invoke_subgraph(body, "body", x)  # under autocast
     z = invoke_subgraph(body, "body", y)  # not
@@ -10,11 +10,13 @@ becomes
 
 A nested compile region is one body, called as often as the code calls it, and compilers trace it
 once for its name. Under another autocast state it is another computation: with one name, the second
-call would get what was traced for the first.
+call would get what was traced for the first. So it is in another graph, the body of a checkpoint or
+of another nested region, say, which may be called under another state, or hand it other casts.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import fx
@@ -25,12 +27,18 @@ from ..regions import Placement, find_regions
 from .bodies import Bodies
 
 
-def separate_bodies(module: fx.GraphModule, outside: Placement, grad: bool) -> None:
-    """Give every autocast state and grad mode that calls a body a copy of its own, in place.
+def separate_bodies(
+    module: fx.GraphModule, outside: Placement, grad: bool, names: set[str] | None = None
+) -> None:
+    """Give every graph, autocast state and grad mode that calls a body a copy of its own, in place.
+
+    Args:
+        names: those of the bodies found so far; new ones are put into it.
 
     Raises:
         RegionError: enter and exit nodes that do not pair up.
     """
+    names = set() if names is None else names
     placements = find_regions(module.graph, outside)
     bodies = Bodies(module)
     copies: dict[fx.GraphModule, dict[Any, tuple[fx.Node, str]]] = {}
@@ -46,18 +54,31 @@ def separate_bodies(module: fx.GraphModule, outside: Placement, grad: bool) -> N
             place = (placements[node].state, placements[node].scope, grad)
             if place not in known:
                 attribute, name = node.args[0], str(node.args[1])
-                if known:
-                    name = f"{name}_{len(known)}"
+                if name in names:
+                    name = next(n for i in itertools.count(1) if (n := f"{name}_{i}") not in names)
                     found = copy_graph(found)
                     module.add_submodule(name, found)
                     with module.graph.inserting_before(node):
                         attribute = module.graph.get_attr(name)
+                names.add(name)
                 known[place] = (attribute, name)
                 inner.append((found, placements[node], body.call.grad_mode(node, grad)))
             node.args = (*known[place], *node.args[2:])
         else:
             inner.append((found, placements[node], body.call.grad_mode(node, grad)))
-    if any(len(known) > 1 for known in copies.values()):
-        module.recompile()
+    if copies:
+        _drop_unread(module)
     for found, placement, records in inner:
-        separate_bodies(found, placement, records)
+        separate_bodies(found, placement, records, names)
+
+
+def _drop_unread(module: fx.GraphModule) -> None:
+    """Drop the bodies that copies have replaced."""
+    unread = [n for n in module.graph.find_nodes(op="get_attr") if not n.users]
+    for node in unread:
+        module.graph.erase_node(node)
+    still = {n.target for n in module.graph.find_nodes(op="get_attr")}
+    for node in unread:
+        if node.target not in still:
+            module.delete_submodule(str(node.target))
+    module.recompile()

@@ -1,7 +1,9 @@
-"""Random programs: calls, nested autocast regions and graph breaks over a few small tensors.
+"""Random programs: calls, nested autocast regions, graph breaks or checkpoints over a few small
+tensors.
 
 A program is a list of steps, which are played in two ways: written into graphs as Dynamo writes
 them, example values included, which takes milliseconds; and as source code, for Dynamo itself.
+Programs with checkpoints are source code only.
 """
 
 from __future__ import annotations
@@ -164,13 +166,14 @@ TERNARY: dict[str, Callable[..., Any]] = {
     "linear with bias": _alike(F.linear),
 }
 CALLS = UNARY | BINARY | TERNARY
+MATRIX_PRODUCTS = {"addmm", "linear", "linear with bias", "matmul", "mm"}
 ARITY = {name: n for n, calls in enumerate((UNARY, BINARY, TERNARY), 1) for name in calls}
 
 
 @dataclass(frozen=True)
 class Step:
     """One step: "call" (a call, where its result goes and what it gets), "enter" (the arguments of
-    `torch.autocast`), "exit", or "break"."""
+    `torch.autocast`), "exit", "break", or "checkpoint" and its "end" (the results inside)."""
 
     kind: str
     name: str = ""
@@ -199,6 +202,14 @@ class Program:
                 arguments = ", ".join(f"{k}={v!r}" for k, v in step.region)
                 lines.append(f"{indent}with torch.autocast({arguments}):")
                 depth += 1
+            elif step.kind == "checkpoint":
+                lines.append(f"{indent}def {step.name}():")
+                depth += 1
+            elif step.kind == "end":
+                results = ", ".join(step.arguments)
+                lines.append(f"{indent}return {results},")
+                depth -= 1
+                lines.append(f"{indent[4:]}{results}, = checkpoint({step.name})")
             elif step.kind == "exit":
                 depth -= 1
             else:
@@ -231,8 +242,8 @@ _NOWHERE: tuple[tuple[str, Any], ...] = ()
 
 
 @st.composite
-def programs(draw: Callable[[Any], Any]) -> Program:
-    """Programs of up to sixteen steps.
+def programs(draw: Callable[[Any], Any], checkpoints: bool = False) -> Program:
+    """Programs of up to sixteen steps, with graph breaks or with checkpoints.
 
     Two things are left out. A weight under two dtypes before the outermost region ends: eager's
     cache does not tell them apart (tests/test_edge_semantics.py). And, where a region is around the
@@ -242,39 +253,50 @@ def programs(draw: Callable[[Any], Any]) -> Program:
     around = draw(st.one_of(st.just(_NOWHERE), _REGION))
     backward = draw(st.one_of(st.just(_NOWHERE), st.just(_NOWHERE), _REGION))
     states = [AutocastState.off().inside([dict(around)] if around else [])]
+    opened: list[Step] = []
     scope: dict[str, Any] = {}
-    values, steps = [*WEIGHTS[:2], *INPUTS], []
-    kinds = st.sampled_from(["call"] * 6 + ["enter", "enter", "exit", "break"])
+    # With checkpoints, few values and calls: what they share is what shows.
+    values, steps = ["w", "x"] if checkpoints else [*WEIGHTS[:2], *INPUTS], []
+    calls = st.sampled_from(sorted(CALLS if not checkpoints else MATRIX_PRODUCTS | {"exp", "add"}))
+    more = ["checkpoint", "checkpoint", "exit"] if checkpoints else ["break"]
+    kinds = st.sampled_from(["call"] * 6 + ["enter", "enter", "exit", *more])
     count = draw(st.integers(4, 16))
-    while len(steps) < count:
-        kind = draw(kinds)
-        if kind == "enter" and len(states) < 4:
-            region = draw(_REGION)
-            steps.append(Step("enter", region=region))
-            steps.append(_a_call(draw, values, states[-1].enter(**dict(region)), scope, len(steps)))
-            states.append(states[-1].enter(**dict(region)))
-        elif kind == "exit" and len(states) > 1:
+    while len(steps) < count or opened:
+        kind = draw(kinds) if len(steps) < count else "exit"
+        if kind in ("enter", "checkpoint") and len(opened) < 3:
+            region = draw(_REGION) if kind == "enter" else _NOWHERE
+            states.append(states[-1].enter(**dict(region)) if region else states[-1])
+            opened.append(Step(kind, f"body{len(steps)}", region=region))
+            steps.append(opened[-1])
+            steps.append(_a_call(draw, calls, values, states[-1], scope, len(steps)))
+        elif kind == "exit" and opened:
             states.pop()
-            steps.append(Step("exit"))
+            first = opened.pop()
+            if first.kind == "enter":
+                steps.append(Step("exit"))
+            else:
+                inside = steps[steps.index(first) :]
+                results = tuple(s.result for s in inside if s.kind == "call")
+                steps.append(Step("end", first.name, arguments=results))
         elif kind == "break":
             steps.append(Step("break"))
             scope = dict.fromkeys(scope, "another graph's") if around else scope
         else:
-            steps.append(_a_call(draw, values, states[-1], scope, len(steps)))
-        if len(states) == 1 and not around:
+            steps.append(_a_call(draw, calls, values, states[-1], scope, len(steps)))
+        if not around and all(step.kind == "checkpoint" for step in opened):
             scope.clear()
-    steps += [Step("exit")] * (len(states) - 1)
     return Program(tuple(steps), around, backward)
 
 
 def _a_call(
     draw: Callable[[Any], Any],
+    calls: st.SearchStrategy[str],
     values: list[str],
     state: AutocastState,
     scope: dict[str, Any],
     position: int,
 ) -> Step:
-    name = draw(st.sampled_from(sorted(CALLS)))
+    name = draw(calls)
     picks = [draw(st.integers(0, len(values) - 1)) for _ in range(ARITY[name])]
     arguments = [values[i] for i in picks]
     if name == "linear with bias":

@@ -1,4 +1,5 @@
-"""Random programs with random nested regions, dtypes and graph breaks: equal to eager autocast.
+"""Random programs with random nested regions, dtypes, graph breaks and checkpoints: equal to eager
+autocast.
 
     make test ARGS="tests/conformance/test_programs.py --programs 20000"
 
@@ -8,6 +9,7 @@ tries more of them, and others each time.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
+from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import lower_autocast
 from autocast_backend.state import AutocastState
@@ -23,6 +26,7 @@ from tests.support import TORCH, assert_same_bits, autocast_put_right
 
 IN_CI = 2000
 COMPILED_IN_CI = 40
+CHECKPOINTED_IN_CI = 25
 
 
 def autocast(region: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[Any]:
@@ -112,6 +116,16 @@ def test_lowered_programs(pytestconfig: pytest.Config, record_property: Any) -> 
     assert tried["raise in eager"] < tried["equal"] // (20 if TORCH >= (2, 13) else 4)
 
 
+def compiled(program: Program, **arguments: Any) -> Callable[..., Any]:
+    """A program from its source code, compiled if there are arguments for that."""
+    torch._dynamo.reset()
+    scope: dict[str, Any] = {"CALLS": CALLS, "call": Player(), "torch": torch}
+    scope["checkpoint"] = functools.partial(checkpoint, use_reentrant=False)
+    exec(program.source(), scope)
+    function = torch.compile(scope["program"], **arguments) if arguments else scope["program"]
+    return under(program.around, lambda values: list(function(**values)))
+
+
 @pytest.mark.slow
 def test_compiled_programs(pytestconfig: pytest.Config) -> None:
     """Programs as source code, through Dynamo with its own graph breaks, against the same graphs
@@ -122,13 +136,6 @@ def test_compiled_programs(pytestconfig: pytest.Config) -> None:
     """
     wanted = pytestconfig.getoption("--programs")
     graphs: Counter[str] = Counter()
-
-    def compiled(program: Program, **arguments: Any) -> Callable[..., Any]:
-        torch._dynamo.reset()
-        scope = {"CALLS": CALLS, "call": Player(), "torch": torch}
-        exec(program.source(), scope)
-        function = torch.compile(scope["program"], **arguments)
-        return under(program.around, lambda values: list(function(**values)))
 
     @count(wanted and wanted // 50, COMPILED_IN_CI)
     @given(programs())
@@ -149,3 +156,38 @@ def test_compiled_programs(pytestconfig: pytest.Config) -> None:
     assert graphs["programs"] >= (wanted // 50 if wanted else COMPILED_IN_CI)
     assert graphs["graphs"] > graphs["programs"] // 2
     assert graphs["lowered"] > graphs["programs"] // 2
+
+
+@pytest.mark.slow
+def test_programs_with_checkpoints(pytestconfig: pytest.Config) -> None:
+    """Checkpoints, in regions, around them, and in each other. Against eager mode itself: the
+    oracle raises where a second checkpoint finds a cast in the cache that its backward has to
+    make."""
+    wanted = pytestconfig.getoption("--programs")
+    tried: Counter[str] = Counter()
+
+    @count(wanted and wanted // 50, CHECKPOINTED_IN_CI)
+    @given(programs(checkpoints=True))
+    def check(program: Program) -> None:
+        checkpoints = [s.name for s in program.steps if s.kind == "end"]
+        if not checkpoints:
+            reject()
+        try:
+            with autocast_put_right():
+                expected = results(compiled(program), program)
+        except RuntimeError:
+            tried["raise in eager"] += 1
+            reject()
+        torch._dynamo.utils.counters.clear()
+        arguments: dict[str, Any] = {"backend": "smart_autocast", "options": {"inner": "eager"}}
+        assert_same_bits(results(compiled(program, **arguments), program), expected)
+        tried["equal"] += 1
+        tried["with several"] += len(checkpoints) > 1
+        tried.update(torch._dynamo.utils.counters["smart_autocast"])
+
+    check()
+    print(dict(tried))
+    assert tried["equal"] >= (wanted // 50 if wanted else CHECKPOINTED_IN_CI)
+    assert tried["with several"] > tried["equal"] // 4
+    assert tried["casts"] > tried["equal"]
+    assert tried["raise in eager"] < tried["equal"] // 4

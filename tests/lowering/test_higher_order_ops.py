@@ -17,9 +17,20 @@ from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import lower_autocast
-from tests.support import BF16, FP16, TORCH, Product, assert_same_bits, capture, targets, tensors
+from tests.support import (
+    BF16,
+    FP16,
+    TORCH,
+    Product,
+    assert_same_bits,
+    capture,
+    needs_torch,
+    targets,
+    tensors,
+)
 
 Function = Callable[..., Any]
 
@@ -354,6 +365,41 @@ def test_a_nested_region_that_is_called_in_two_states() -> None:
     actual = results(function, case, "off", backend="smart_autocast", options=options)
     assert [t.dtype for t in actual[:1]] == [torch.float32]
     assert_same_bits(actual, results(reference, case, "off", backend="eager"))
+
+
+def in_a_checkpoint_and_outside(mark: Any) -> Any:
+    region = mark(part)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = checkpoint(lambda x: region(x, w), x, use_reentrant=False)
+        return region(y.float(), w)
+
+    return function
+
+
+def in_a_region_in_two_states(mark: Any) -> Any:
+    inner = mark(part)
+
+    @mark
+    def outer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return inner(x, w) + inner(x.cos(), w)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = outer(x, w)
+        return outer(y.float(), w * 2)
+
+    return function
+
+
+@needs_torch(2, 13, because="a body that stands in another body alone is not found")
+@pytest.mark.parametrize("make", [in_a_checkpoint_and_outside, in_a_region_in_two_states])
+def test_a_nested_region_that_is_called_in_two_graphs(make: Any) -> None:
+    case = Case(make(torch.compiler.nested_compile_region))
+    options = {"inner": "aot_eager"}
+    actual = results(case.function, case, "off", backend="smart_autocast", options=options)
+    assert_same_bits(actual, results(make(lambda f: f), case, "off", backend="eager"))
 
 
 def test_nested_regions_share_the_cast_of_a_weight() -> None:

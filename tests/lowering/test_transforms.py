@@ -101,8 +101,8 @@ def test_a_lowered_span_serves_other_dtypes() -> None:
 
 
 def test_a_transform_that_raises_leaves_forward_mode_ad_off() -> None:
-    """The casts of the policy table do not fit a hessian's tangents. What is tried on fake tensors
-    raises half-way, between the graph's enter and exit of forward-mode AD; Dynamo's graph does not."""
+    """The casts of the policy table do not fit a hessian's tangents: what is tried on fake tensors
+    raises half-way, between the graph's enter and exit of forward-mode AD."""
 
     def curvature(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.func.hessian(lambda x: (w @ (w @ x).tanh()).float().sum())(x)
