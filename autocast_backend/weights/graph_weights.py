@@ -124,6 +124,7 @@ class GraphWeights:
             if some_memory:
                 replaced = _replaceable(key, weight, casts, others, recorded)
                 if replaced is not None:
+                    replaced.spoil()  # even if an exception should keep it in its place
                     former[key] = replaced
                     memory = replaced.memory.cast
             if grad and memory is None:

@@ -195,10 +195,6 @@ def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None
     """Why the casts of a weight stay in the graph; None where they need not."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) and fake_mode_of([value]) is None:
         return f"it is a tensor subclass, {type(value).__name__}"
-    if value.layout is not torch.strided:
-        return f"its layout is {value.layout}"
-    if not value.is_leaf:
-        return "it is not a leaf of autograd"
     if value.is_inference():
         return "it was made in inference mode, where PyTorch does not count what is written to it"
     if is_managed_by_fsdp(value):

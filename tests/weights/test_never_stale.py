@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from autocast_backend import clear_weight_cache
+from autocast_backend import clear_weight_cache, multi_cast
 from autocast_backend.weights import cache, cast, graph_weights
 
 from .support import Net, bf16, casts_made, data, make, ours
@@ -287,6 +287,41 @@ def test_casts_that_the_closure_of_a_step_makes(lifetime: str) -> None:
         expected = torch.compile(model, **ours(weight_cache="off"))(x)
     assert torch.equal(after, expected)
     assert not torch.equal(after, before)
+
+
+def test_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written over the memory of casts, and has not said so. The weights are then what they
+    were when those were made."""
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+    first = [p.data for p in model.parameters()]
+
+    def puts(values: list[torch.Tensor]) -> None:
+        for p, value in zip(model.parameters(), values, strict=True):
+            p.data = value
+
+    def interrupted(*args: Any, **arguments: Any) -> None:
+        multi_cast(*args, **arguments)
+        raise KeyboardInterrupt
+
+    with torch.no_grad(), bf16():
+        expected = compiled(x)
+        puts([value * 2 for value in first])
+        monkeypatch.setattr(graph_weights, "multi_cast", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compiled(x)
+        monkeypatch.undo()
+        puts(first)
+        assert torch.equal(compiled(x), expected)
+
+
+def test_optimizers_of_sparse_parameters_step() -> None:
+    with bf16():
+        torch.compile(make(), **ours())(data(3, 8))  # from now on, steps are watched
+    weight = nn.Parameter(torch.eye(3).to_sparse())
+    weight.grad = torch.eye(3).to_sparse()
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert not weight.to_dense().any()
 
 
 def puts_data(weights: list[nn.Parameter], others: list[nn.Parameter]) -> None:

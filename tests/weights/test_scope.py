@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocast_backend import clear_weight_cache, weight_cache_info
+from autocast_backend.weights.cache import Shared
 from autocast_backend.weights.cast import Cast
 from autocast_backend.weights.scope import current_scope
 from tests.support import BF16, FP16, assert_same_bits
@@ -309,6 +310,24 @@ def test_a_cast_dies_with_its_parameter() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert weight_cache_info()[:2] == (0, 0)
+
+
+def test_nothing_is_left_of_weights_that_are_freed() -> None:
+    """Not even an empty place, or models that come and go would leave ever more of them."""
+    functions = [lambda w, x: x @ w, lambda w, x: x @ w]
+    lasting, scoped = (
+        torch.compile(f, **ours(weight_cache=lifetime))
+        for f, lifetime in zip(functions, ("version", "scope"), strict=True)
+    )
+    x = data(3, 8)
+    for count in (20, 1):
+        weights = [nn.Parameter(data(8, 8)) for _ in range(count)]
+        with torch.no_grad(), bf16():
+            for w in weights:
+                for compiled in (lasting, scoped, scoped):
+                    compiled(w, x)
+        assert len(Shared.lasting) == len(Shared.kept_on_cpu) == count
+        del w, weights
 
 
 def test_ids_that_are_used_again_mean_nothing() -> None:
