@@ -19,7 +19,7 @@ from ..policies.table import Policy
 from ..regions import is_cleared, is_opened_in, source_line
 from ..reports.report import Bracketed, Report
 from . import recipes
-from .bodies import Bodies
+from .bodies import IN_PLACE, Bodies
 from .planning import Candidate, Plan
 from .recipes import Recipe, tensor_arguments
 
@@ -46,7 +46,8 @@ class Writer:
         self.plan = plan
         self.fake_mode = fake_mode
         self.report = report
-        # The casts eager autocast would find in its cache: one per weight, scope and grad mode.
+        # The casts eager autocast would find in its cache: one per weight, scope and grad mode. In
+        # the body of a checkpoint, they may be operands.
         self.weight_casts: dict[CastKey, fx.Node] = {}
         # `w.float()` is w itself, and the cache knows tensors: id of a value -> its first node.
         self._first = {id(n.meta.get("example_value")): n for n in reversed(self.graph.nodes)}
@@ -81,13 +82,16 @@ class Writer:
             y = tag_activation_checkpoint(body, x, w)      y = tag_activation_checkpoint(
             w_cast = autocast_to_bf16(w)                       body, x, w, w_cast)
 
-        Bodies in bodies read them, too. A weight that one body alone reads is cast in there, and so
-        is one that it reads in a region of its own, at whose end eager's cache is cleared.
+        Bodies in bodies read them, too. A weight that one checkpoint alone reads is cast in there,
+        to be cast again in its backward, and so is one that a body reads in a region of its own, at
+        whose end eager's cache is cleared.
         """
         inside = self._casts_in_bodies(writers)
         readers = Counter(key for calls in inside.values() for key in calls.values())
         for (writer, cast), calls in inside.items():
-            if any(key in self.weight_casts or readers[key] > 1 for key in calls.values()):
+            own = cast in writer.weight_casts
+            again = own and any(IN_PLACE[str(node.target)].again for node in calls)
+            if again or any(k in self.weight_casts or readers[k] > 1 for k in calls.values()):
                 self._share(writer, cast, calls, writers)
 
     def _casts_in_bodies(
@@ -104,8 +108,9 @@ class Writer:
             writer = writers[body.module]
             inputs = writer.graph.find_nodes(op="placeholder")
             operands = dict(zip(inputs, node.args[body.call.first_operand :], strict=True))
-            deeper = [c.values() for c in writer._casts_in_bodies(writers).values()]
-            for cast in itertools.chain(writer.weight_casts, *deeper):
+            own = (c for c, made in writer.weight_casts.items() if made.op != "placeholder")
+            deeper = (c.values() for c in writer._casts_in_bodies(writers).values())
+            for cast in itertools.chain(own, *deeper):
                 weight, *how = cast
                 if weight in operands and not is_opened_in(how[-2], writer.graph):
                     inside.setdefault((writer, cast), {})[node] = (operands[weight], *how)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import weight_cache_info
 from autocast_backend.weights import cast
@@ -112,6 +113,46 @@ class Deep(nn.Module):
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x
+
+
+class InBodies(nn.Module):
+    """Layers in bodies of higher-order ops, each used once."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.wrap(x, layer.weight, layer.bias).relu()
+        return x
+
+
+def in_bodies(wrap: Any, compiled: bool) -> list[torch.Tensor | None]:
+    return gradients(
+        lambda: InBodies(wrap if compiled else nn.functional.linear),
+        *(2, True),
+        **(ours() if compiled else EAGER),
+    )
+
+
+def test_weights_of_a_nested_region_shared_by_calls() -> None:
+    """One body has the casts of all layers as operands."""
+    region = torch.compiler.nested_compile_region(lambda x, w, b: nn.functional.linear(x, w, b))
+    assert_same_bits(in_bodies(region, True), in_bodies(region, False))
+
+
+def test_weights_of_checkpoints_shared_by_calls() -> None:
+    """Each call casts them, and again in its backward. Known: the day this fails, take it out of
+    docs/weights.md."""
+
+    def checkpointed(*arguments: torch.Tensor) -> Any:
+        return checkpoint(nn.functional.linear, *arguments, use_reentrant=False)
+
+    actual, expected = in_bodies(checkpointed, True), in_bodies(checkpointed, False)
+    assert any(not torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-9)
 
 
 def order_of_gradients(whole: bool, **arguments: Any) -> list[str]:
