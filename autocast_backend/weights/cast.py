@@ -59,10 +59,11 @@ class Cast:
         self._layout = (weight.shape, weight.stride())
 
     def is_right(self, weight: Tensor) -> bool:
+        """Whether it is the cast of `weight` as that is now. Asked of one that is alive: its
+        storage is there still, so that no other one is at its address."""
         return (
             self._version == _version(weight)  # `torch.utils.swap_tensors` may lower it
             and self._address == _address(weight)
-            and self._storage() is not None
             and self._layout == (weight.shape, weight.stride())
         )
 
