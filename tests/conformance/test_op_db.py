@@ -133,6 +133,7 @@ DIFFERENT_IN_STOCK = {
     # decomposed by AOTAutograd
     "_batch_norm_with_update",
     "_native_batch_norm_legit",
+    "linalg.polar",
     "linalg.qr",
     "native_batch_norm",
     "nn.functional.batch_norm",
