@@ -24,6 +24,7 @@ from ._torch.dynamo import (
 )
 from ._torch.fake_tensors import fake_inputs
 from ._torch.kernels import kernels_opened
+from .backward.nested import is_nested_region
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
 from .graphs import is_recorded
@@ -162,11 +163,18 @@ def _inner(options: Options) -> Callable[..., Any]:
     if not isinstance(options.inner, str):
         return options.inner
     backend = lookup_backend(options.inner)
-    if not options.inductor:
+    if options.inner != "inductor":
         return backend
-    return lambda graph_module, inputs: backend(
-        graph_module, inputs, config_patches=dict(options.inductor)
-    )
+
+    def inductor(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        patches = dict(options.inductor)
+        if any(map(is_nested_region, nodes_of(graph_module))):
+            # The code of such a region's backward may write over an input that the region's next
+            # call reads as well: wrong gradients, with stock on torch 2.13, too.
+            patches.setdefault("inplace_buffers", False)
+        return backend(graph_module, inputs, config_patches=patches or None)
+
+    return inductor
 
 
 def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[..., Any]:

@@ -402,6 +402,26 @@ def test_a_nested_region_that_is_called_in_two_graphs(make: Any) -> None:
     assert_same_bits(actual, results(make(lambda f: f), case, "off", backend="eager"))
 
 
+@pytest.mark.slow
+def test_inductor_keeps_what_the_next_call_of_a_nested_region_reads() -> None:
+    """The gradient of the sum goes into two calls of one region."""
+
+    def gradients(region: Any, **arguments: Any) -> Any:
+        torch._dynamo.reset()
+        generator = torch.Generator().manual_seed(0)
+        leaves = [torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(3)]
+
+        def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return region(region(x, w), v) + region(x, v)
+
+        with torch.autocast(**BF16):
+            y = torch.compile(function, **arguments)(*leaves)
+        return torch.autograd.grad(y.float().square().mean(), leaves)
+
+    actual, expected = gradients(marked, backend="smart_autocast"), gradients(part, backend="eager")
+    torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5)
+
+
 def test_nested_regions_share_the_cast_of_a_weight() -> None:
     """Their body gets it as an operand, and the call outside reads it too."""
 
