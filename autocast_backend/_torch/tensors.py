@@ -1,4 +1,4 @@
-"""Tensors: who holds their memory."""
+"""Tensors: their memory, and who holds it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from typing import Any
 import torch
 
 from .cuda_graphs import Place
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether `tensor.untyped_storage()` gives one: those of sparse tensors, of oneDNN's layout and
+    of some devices have none, and raise."""
+    return torch._C._has_storage(tensor)
 
 
 def has_other_holders(owner: Any, name: str, recorded: Mapping[int, list[Place]]) -> bool:

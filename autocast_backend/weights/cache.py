@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .._torch.tensors import has_storage
 from .cast import Cast, Key
 from .scope import last_scope
 
@@ -60,15 +61,18 @@ def watch_optimizers() -> None:
 
 
 def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # By their memory: an optimizer may have a parameter of its own in the place of all weights.
-    stepped = {
-        p.untyped_storage()._cdata
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.layout is torch.strided
-    }
     with Shared.lock:
-        spoilt = [cast for _, cast in all_casts() if cast.is_in(stepped)]
+        casts = [cast for _, cast in all_casts()]
+        if not casts:  # as between contexts, where most steps are
+            return
+        # By their memory: an optimizer may have a parameter of its own in the place of all weights.
+        stepped = {
+            p.untyped_storage()._cdata
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if has_storage(p)
+        }
+        spoilt = [cast for cast in casts if cast.is_in(stepped)]
         for cast in spoilt:
             cast.spoil()
         Shared.changes += bool(spoilt)
