@@ -412,7 +412,7 @@ def test_inductor_keeps_what_the_next_call_of_a_nested_region_reads() -> None:
         leaves = [torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(3)]
 
         def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return region(region(x, w), v) + region(x, v)
+            return region(region(x, w), w) + region(x, w * 2) + v
 
         with torch.autocast(**BF16):
             y = torch.compile(function, **arguments)(*leaves)
