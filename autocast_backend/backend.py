@@ -170,7 +170,7 @@ def _inner(options: Options) -> Callable[..., Any]:
         patches = dict(options.inductor)
         if any(map(is_nested_region, nodes_of(graph_module))):
             # The code of such a region's backward may write over an input that the region's next
-            # call reads as well: wrong gradients, with stock on torch 2.13, too.
+            # call reads as well: wrong gradients, with stock on torch 2.11 to 2.15, too.
             patches = {"inplace_buffers": False, "allow_buffer_reuse": False, **patches}
         return backend(graph_module, inputs, config_patches=patches or None)
 
