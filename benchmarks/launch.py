@@ -30,7 +30,7 @@ from benchmarks.harness import (
 )
 from benchmarks.quiet import Moment, wait_until_quiet
 
-QUICK_LENGTHS, LENGTHS = (1, 148), (1, 2, 8, 32, 148, 500, 1360, 2000)
+QUICK_LENGTHS, LENGTHS = (1, 148), (1, 2, 4, 8, 32, 148, 500, 1360, 2000)
 SHAPE = (256,)
 MODEL_LENGTH = 148  # GPT-2 small's
 SPEEDUP = 3.0

@@ -21,6 +21,7 @@ _METHODS = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
 }
+_FEW, _FEW_WITH_GRADIENTS = 3, 8
 
 
 class CastStats(NamedTuple):
@@ -178,6 +179,18 @@ def multi_cast(
             and not is_compiling()
         ):
             return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]
+    elif (
+        out is None
+        and seed is None
+        and type(dtype) is torch.dtype
+        and dtype in _METHODS
+        and rounding == "nearest-even"
+        and offset == 0
+        and not is_compiling()
+        and _are_few(tensors)
+    ):
+        method = _METHODS[dtype]
+        return [t.clone() if t.dtype is dtype else method(t) for t in tensors]
     plain = _check_tensors("tensors", tensors) and may_skip_autograd()
     _check_dtype(dtype)
     if not dtype.is_floating_point:
@@ -200,6 +213,26 @@ def multi_cast(
     else:
         _multi_cast.autograd_out(_below_autograd_out, tensors, dtype, out=out)
     return list(out)
+
+
+def _are_few(tensors: Sequence[Tensor]) -> bool:
+    """Whether one call for all of them takes longer than one for each; `benchmarks launch` has
+    where that ends. On a GPU each would be a kernel of its own."""
+    if not isinstance(tensors, (list, tuple)) or not 0 < len(tensors) <= _FEW_WITH_GRADIENTS:
+        return False
+    few, grad = len(tensors) <= _FEW, torch.is_grad_enabled()
+    for tensor in tensors:
+        if not (
+            type(tensor) in _PLAIN
+            and tensor.is_cpu
+            and tensor.dtype in _METHODS
+            and (few or (grad and tensor.requires_grad))
+            and tensor.numel() < 2**20
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+        ):
+            return False
+    return True
 
 
 def _stochastic_cast(

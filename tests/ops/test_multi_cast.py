@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocast_backend import multi_cast
 from autocast_backend.ops import KERNEL_TIER
@@ -120,9 +121,10 @@ def test_inference_and_meta_tensors() -> None:
 # --- gradients
 
 
-def test_gradients_return_in_each_dtype() -> None:
+@pytest.mark.parametrize("call", [multi_cast, op])
+def test_gradients_return_in_each_dtype(call: Any) -> None:
     tensors = [sample(dtype, 3, 5).requires_grad_() for dtype in FLOATS_WITH_GRAD]
-    results = multi_cast(tensors, f16)
+    results = call(tensors, f16)
     grads = [sample(f16, 3, 5).flip(0)] * len(tensors)
     for tensor, grad, actual in zip(
         tensors, grads, torch.autograd.grad(results, tensors, grads), strict=True
@@ -156,9 +158,10 @@ def test_cast_each() -> None:
     assert_same(torch.vmap(lambda x: cast_each([x], bf16)[0])(weight.detach()), result.detach())
 
 
-def test_second_gradient_and_transforms() -> None:
+@pytest.mark.parametrize("call", [multi_cast, op])
+def test_second_gradient_and_transforms(call: Any) -> None:
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        x, y = multi_cast([a, b], f64)
+        x, y = call([a, b], f64)
         return (x.pow(3) * y).sum()
 
     a, b = sample(f32, 3, 5), sample(f16, 3, 5)
@@ -214,6 +217,30 @@ def test_compile() -> None:
         results.append((result.detach(), a.grad, out))
     for actual, wanted in zip(*reversed(results), strict=True):
         assert_same(actual, wanted)
+
+
+class Called(TorchDispatchMode):
+    """Counts the calls of `multi_cast` below autograd."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is op
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_few_tensors_are_cast_one_by_one(count: int) -> None:
+    tensors = [sample(FLOATS_WITH_GRAD[i % 3], 3, 5).t() for i in range(count)]
+    with Called() as called:
+        results = multi_cast(tensors, bf16)
+    assert_all_same(results, expected(tensors, bf16))
+    assert called.count == (count > 3)
+    assert all(r.data_ptr() != t.data_ptr() for r, t in zip(results, tensors, strict=True))
+    with Called() as called:
+        multi_cast([*tensors, torch.empty(2**20)], bf16)  # this one gains by the call
+        multi_cast(tensors, torch.float8_e5m2)
+    assert called.count == 2
 
 
 # --- errors
