@@ -179,7 +179,7 @@ def multi_cast(
             and not is_compiling()
         ):
             return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]
-    elif (
+    elif (  # The same of a few; a loop over one would be a fifth of its cast.
         out is None
         and seed is None
         and type(dtype) is torch.dtype

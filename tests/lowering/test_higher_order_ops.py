@@ -404,7 +404,8 @@ def test_a_nested_region_that_is_called_in_two_graphs(make: Any) -> None:
 
 @pytest.mark.slow
 def test_inductor_keeps_what_the_next_call_of_a_nested_region_reads() -> None:
-    """The gradient of the sum goes into two calls of one region."""
+    """The gradient of the sum goes into two calls of one region. In float32, where it is wrong by
+    0.3 and more with either of Inductor's ways to reuse buffers."""
 
     def gradients(region: Any, **arguments: Any) -> Any:
         torch._dynamo.reset()
@@ -414,12 +415,11 @@ def test_inductor_keeps_what_the_next_call_of_a_nested_region_reads() -> None:
         def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return region(region(x, w), w) + region(x, w * 2) + v
 
-        with torch.autocast(**BF16):
-            y = torch.compile(function, **arguments)(*leaves)
-        return torch.autograd.grad(y.float().square().mean(), leaves)
+        y = torch.compile(function, **arguments)(*leaves)
+        return torch.autograd.grad(y.square().mean(), leaves)
 
     actual, expected = gradients(marked, backend="smart_autocast"), gradients(part, backend="eager")
-    torch.testing.assert_close(actual, expected, rtol=2**-5, atol=2**-5)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_nested_regions_share_the_cast_of_a_weight() -> None:
