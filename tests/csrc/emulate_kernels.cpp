@@ -62,8 +62,8 @@ constexpr float kSpecial[] = {NAN, 1e9F, -1e9F, 1e-9F, 3e38F, 1e-39F, INFINITY, 
 // Tensors in a list, so that some need more than one small table.
 constexpr int kMost = 2 * kSmallTable + 9;
 
-// A random list of up to `most` tensors, at any place in memory or, for results alone, as an allocator has them;
-// with the first `special` of these numbers here and there.
+// A random list of up to `most` tensors, at any place in memory or, for results alone, as an
+// allocator has them; with the first `special` of these numbers here and there.
 template <typename To, typename From>
 struct List {
   std::vector<std::vector<From>> from;
@@ -280,8 +280,42 @@ bool cast_with_stats(std::mt19937& random) {
   return right;
 }
 
+// Tensors as an allocator has them are read by vectors, wherever a block begins in one and whatever
+// comes before it in the list. Nothing is read here.
+template <typename To, typename From>
+bool loads_vectors(std::mt19937& random) {
+  auto* memory = reinterpret_cast<char*>(uintptr_t{1} << 32);
+  std::vector<Entry> entries(1 + random() % kMost);
+  for (Entry& entry : entries) {
+    entry = {memory, memory, static_cast<int64_t>(1 + random() % 30000)};
+  }
+  bool right = true;
+  gridDim.x = 1;
+  blockIdx.x = 0;
+  for_each_table(entries, random() % 2 == 0, 1, [&](const auto& table, unsigned) {
+    for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
+      const Split<To, From> split(static_cast<To*>(entry.to) + (place - first),
+                                  static_cast<const From*>(entry.from) + (place - first), count);
+      right &= split.loads_vectors || split.vectors == 0;
+    });
+  });
+  if (!right) {
+    std::printf("elements of %zu bytes to %zu bytes are read one by one\n", sizeof(From),
+                sizeof(To));
+  }
+  return right;
+}
+
 int main() {
   bool right = rounds_to_float8<Float8_e4m3fn>() && rounds_to_float8<Float8_e5m2>();
+  for (unsigned seed = 0; seed < 3; ++seed) {
+    std::mt19937 random(seed);
+    right &= loads_vectors<BFloat16, float>(random) && loads_vectors<float, BFloat16>(random) &&
+             loads_vectors<Float8_e5m2, float>(random) &&
+             loads_vectors<float, Float8_e5m2>(random) &&
+             loads_vectors<Half, Float8_e5m2>(random) && loads_vectors<double, Half>(random) &&
+             loads_vectors<Half, double>(random) && loads_vectors<Half, Half>(random);
+  }
   for (unsigned seed = 0; seed < 20; ++seed) {
     std::mt19937 random(seed);
     right &= multi_cast<BFloat16, float>(random) && multi_cast<float, BFloat16>(random) &&

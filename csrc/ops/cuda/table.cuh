@@ -91,46 +91,81 @@ __device__ __forceinline__ To convert(From value) {
   }
 }
 
-// A stretch of one tensor, by a block: to[i] = map(from[i]). Stores of whole vectors begin at the
-// first aligned place of `to`; whether loads can be vectors there depends on `from` alone.
+// How a block goes through a stretch: a few elements, whole vectors of kSize, and what is left.
+//
+// A vector is what one store of 16 bytes takes, and neighbouring threads store neighbouring
+// vectors. With two stores for each, as 16 bytes that are read and get wider would want, a warp's
+// store would fill half of every sector it touches. For loads it does not matter, the other half is
+// in the nearest cache.
+template <typename To, typename From>
+struct Split {
+  static constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(To));
+  // Vectors that a thread reads before it stores the first; one of many elements is as much.
+  static constexpr int kSteps = kSize > 8 ? 1 : 2;
+
+  int head, vectors, tail;  // elements before the vectors, vectors, where these end
+  bool loads_vectors;       // of as many elements; not where `from` lies askew to `to`
+
+  __host__ __device__ __forceinline__ Split(const To* to, const From* from, int count) {
+    const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(to) % kVectorBytes);
+    head = min(count, beyond == 0 ? 0 : (kVectorBytes - beyond) / static_cast<int>(sizeof(To)));
+    vectors = (count - head) / kSize;
+    tail = head + vectors * kSize;
+    loads_vectors = reinterpret_cast<uintptr_t>(from + head) % alignof(Vector<From, kSize>) == 0;
+  }
+};
+
+// A stretch of one tensor, by a block: to[i] = map(from[i]).
 template <typename To, typename From, typename Map>
 __device__ __forceinline__ void map_stretch(To* __restrict__ to, const From* __restrict__ from,
                                             int count, Map&& map) {
-  constexpr int kSize = kVectorBytes / (sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
-  const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(to) % kVectorBytes);
-  const int head =
-      min(count, beyond == 0 ? 0 : (kVectorBytes - beyond) / static_cast<int>(sizeof(To)));
-  const int vectors = (count - head) / kSize;
-  const int tail = head + vectors * kSize;
+  using Parts = Split<To, From>;
+  constexpr int kSize = Parts::kSize, kSteps = Parts::kSteps;
+  const Parts parts(to, from, count);
   // Both ends are shorter than the block.
-  if (static_cast<int>(threadIdx.x) < head) {
+  if (static_cast<int>(threadIdx.x) < parts.head) {
     to[threadIdx.x] = map(from[threadIdx.x]);
   }
-  if (static_cast<int>(threadIdx.x) < count - tail) {
-    to[tail + threadIdx.x] = map(from[tail + threadIdx.x]);
+  if (static_cast<int>(threadIdx.x) < count - parts.tail) {
+    to[parts.tail + threadIdx.x] = map(from[parts.tail + threadIdx.x]);
   }
 
-  auto* to_vectors = reinterpret_cast<Vector<To, kSize>*>(to + head);
-  if (reinterpret_cast<uintptr_t>(from + head) % kVectorBytes == 0) {
-    const auto* from_vectors = reinterpret_cast<const Vector<From, kSize>*>(from + head);
-    // Of wide vectors, one has as many bytes on their way as two of others.
-#pragma unroll(kSize > 8 ? 1 : 2)
-    for (int i = threadIdx.x; i < vectors; i += kThreads) {
-      const Vector<From, kSize> in = from_vectors[i];
+  auto* to_vectors = reinterpret_cast<Vector<To, kSize>*>(to + parts.head);
+  from += parts.head;
+  if (parts.loads_vectors) {
+    const auto* from_vectors = reinterpret_cast<const Vector<From, kSize>*>(from);
+    // By value: nvcc reads the elements of a reference to memory one by one.
+    const auto store = [&](int i, const Vector<From, kSize> in) {
       Vector<To, kSize> out;
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         out.values[k] = map(in.values[k]);
       }
       to_vectors[i] = out;
+    };
+    int i = threadIdx.x;
+#pragma unroll 1
+    for (; i + (kSteps - 1) * kThreads < parts.vectors; i += kSteps * kThreads) {
+      Vector<From, kSize> in[kSteps];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        in[step] = from_vectors[i + step * kThreads];
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        store(i + step * kThreads, in[step]);
+      }
+    }
+    if (kSteps > 1 && i < parts.vectors) {
+      store(i, from_vectors[i]);
     }
   } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+    for (int i = threadIdx.x; i < parts.vectors; i += kThreads) {
       Vector<To, kSize> out;
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        out.values[k] = map(from[head + i * kSize + k]);
+        out.values[k] = map(from[i * kSize + k]);
       }
       to_vectors[i] = out;
     }
