@@ -406,3 +406,20 @@ def test_what_is_captured_is_not_taken_for_computed(
         assert [casts(c) for c in (True, True, False, False, True, False)] == [4, 4, 4, 0, 4, 0]
         writes_in_place(model)
         assert [casts(c) for c in (True, False)] == [4, 4]
+
+
+def test_what_is_captured_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay writes to it whenever it likes."""
+    weight = data(8, 8)
+    weights = graph_weights.GraphWeights(
+        [torch.bfloat16], [False], lasting=False, scoped=True, keep_memory=True
+    )
+
+    def address(captured: bool) -> int:
+        monkeypatch.setattr(graph_weights, "is_captured", lambda tensor: captured)
+        with bf16():
+            return weights.casts([weight], weights.scope())[0].data_ptr()
+
+    first = address(captured=False)
+    assert address(captured=True) != first
+    assert address(captured=False) == first

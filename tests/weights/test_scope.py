@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autocast_backend import clear_weight_cache, weight_cache_info
 from autocast_backend.weights.cache import Shared
 from autocast_backend.weights.cast import Cast
+from autocast_backend.weights.graph_weights import GraphWeights
 from autocast_backend.weights.scope import current_scope
 from tests.support import BF16, FP16, assert_same_bits
 
@@ -177,6 +178,20 @@ def test_on_the_cpu_the_next_scope_gets_the_memory_of_casts_without_gradients() 
     assert weight_cache_info().bytes == 0
 
 
+def test_memory_that_a_lasting_cast_takes_over_is_counted_once() -> None:
+    model, x = make(), data(3, 8)
+    scoped = torch.compile(lambda x: model(x), **ours())
+    lasting = torch.compile(lambda x: model(x), **ours(weight_cache="version"))
+    with torch.no_grad():
+        with bf16():
+            scoped(x)
+            scoped(x)
+        assert weight_cache_info()[:2] == (0, BYTES)
+        with bf16():
+            lasting(x)
+    assert weight_cache_info()[:2] == (WEIGHTS, BYTES)
+
+
 def test_memory_that_somebody_holds_is_not_written_over() -> None:
     net = make(Net)
     model = torch.compile(net, **ours())
@@ -203,6 +218,19 @@ def test_memory_that_does_not_fit_is_not_used_again() -> None:
     cast.memory.cast = weight.detach().bfloat16()
     others = [weight, data(4, 8), weight.mT, weight.to("meta")]
     assert [cast.can_be_replaced(w, {}) for w in others] == [True, False, False, False]
+
+
+def test_clear_weight_cache_frees_memory_that_is_kept_for_cuda_graphs() -> None:
+    """And what autograd traces back to the weight, at once, not when the scope ends."""
+    weight = nn.Parameter(data(8, 8))
+    weights = GraphWeights([torch.bfloat16], [True], lasting=False, scoped=True, keep_memory=True)
+    with bf16():
+        (cast,) = weights.casts([weight], weights.scope())
+        storage = weakref.ref(cast.untyped_storage())
+        del cast
+        assert storage() is not None
+        clear_weight_cache()
+        assert storage() is None
 
 
 def test_clear_autocast_cache_is_respected() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autocast_backend import multi_cast
 from autocast_backend.weights import graph_weights
@@ -80,3 +80,30 @@ def test_a_step_waits_for_the_casts_that_it_spoils(monkeypatch: pytest.MonkeyPat
     assert not torch.equal(after, before)
     with torch.no_grad(), bf16():
         assert_same_bits(after, model(data(3, 8)))
+
+
+def test_the_second_call_of_a_scope_is_compiled_by_one_of_them() -> None:
+    x, compiled_graphs = data(3, 8), 0
+    results: list[Tensor] = []
+
+    def call() -> None:
+        with torch.no_grad(), bf16():
+            results.append(compiled(x))
+
+    thread = threading.Thread(target=call)
+
+    def inner(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal compiled_graphs
+        compiled_graphs += 1
+        if compiled_graphs == 2:  # with casts outside: until then nobody knows of it
+            thread.start()
+            thread.join(0.5)
+        return graph_module.forward
+
+    compiled = torch.compile(make(), **ours(inner=inner))
+    with torch.no_grad(), bf16():
+        results += [compiled(x), compiled(x)]
+        thread.join()
+    assert compiled_graphs == 2
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
