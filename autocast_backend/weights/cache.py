@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from .._torch.tensors import has_storage
+from .._torch.writes import watch_collectives, watch_hidden_writes
 from .cast import Cast, Key
 from .scope import last_scope
 
@@ -52,27 +53,30 @@ class Shared:
 
 
 @functools.cache
-def watch_optimizers() -> None:
-    """Learn of every optimizer step from now on, whatever the optimizer writes with."""
+def watch_writes() -> None:
+    """Learn of writes that need not count from now on: of every optimizer step, whatever the
+    optimizer writes with, and of those that PyTorch hides or does not know of."""
     # Where `optimizer.step` is compiled, Dynamo would trace the hook as well.
     hook = torch.compiler.disable(_at_step, reason="it knows all casts of weights")
     register_optimizer_step_pre_hook(hook)  # a step may raise when it has written half of them
     register_optimizer_step_post_hook(hook)  # and its closure may call the model before
+    watch_hidden_writes(_written)
+    watch_collectives(_written)
 
 
 def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _written(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _written(tensors: Iterable[torch.Tensor]) -> None:
+    """Have the casts of these tensors made again."""
     with Shared.lock:
         casts = [cast for _, cast in all_casts()]
         if not casts:  # as between contexts, where most steps are
             return
         # By their memory: an optimizer may have a parameter of its own in the place of all weights.
-        stepped = {
-            p.untyped_storage()._cdata
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if has_storage(p)
-        }
-        spoilt = [cast for cast in casts if cast.is_in(stepped)]
+        written = {t.untyped_storage()._cdata for t in tensors if has_storage(t)}
+        spoilt = [cast for cast in casts if cast.is_in(written)]
         for cast in spoilt:
             cast.spoil()
         Shared.changes += bool(spoilt)

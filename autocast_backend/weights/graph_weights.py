@@ -11,7 +11,7 @@ from torch import Tensor
 from .._torch.cuda_graphs import Place, recorded_outputs
 from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
-from .cache import Shared, stores, watch_optimizers
+from .cache import Shared, stores, watch_writes
 from .cast import Cast, Key, Seen
 from .recorded import traced
 from .scope import Scope, current_scope
@@ -49,7 +49,7 @@ class GraphWeights:
         self._scoped = scoped
         self._seen: Seen | None = None
         self._keep_memory = keep_memory
-        watch_optimizers()
+        watch_writes()
 
     def scope(self) -> Scope | None:
         """The scope that a call of this moment is in."""

@@ -1,0 +1,78 @@
+"""Writes to tensors that their version counters do not show, and that PyTorch has no hooks for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils import _pytree as pytree
+
+Told = Callable[[Iterable[torch.Tensor]], None]
+
+
+def watch_hidden_writes(told: Told) -> None:
+    """From now on, call `told` with the tensors of every block that hides what it writes to them.
+
+    DDP sends buffers in one, before each forward, and FSDP gathers weights in some. Dynamo knows
+    the class, and does not trace its methods.
+    """
+    exit_block = _unsafe_preserve_version_counter.__exit__
+
+    def exit_and_tell(self: Any, *args: Any) -> None:
+        exit_block(self, *args)
+        told(self.tensors)
+
+    _unsafe_preserve_version_counter.__exit__ = exit_and_tell  # type: ignore[method-assign]
+
+
+RECEIVING = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "allreduce_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+    "broadcast_",
+    "gather_",
+    "recv_",
+    "recv_any_source_",
+    "reduce_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+    "scatter_",
+)
+"""The ops of `torch.distributed` that write to tensors: to those of their first argument."""
+
+
+def watch_collectives(told: Told) -> None:
+    """From now on, call `told` with the tensors that a process receives from others.
+
+    Their schemas do not say that they write, so PyTorch does not count it. A kernel where it would.
+    """
+    if not torch.distributed.is_available():
+        return
+    for name in RECEIVING:
+        if hasattr(torch.ops.c10d, name):  # not all versions of PyTorch have all
+            op = getattr(torch.ops.c10d, name).default
+            kernel = functools.partial(_receive, told, op)
+            _library().impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def _receive(told: Told, op: Any, keys: Any, received: Any, *args: Any, **arguments: Any) -> Any:
+    results = op.redispatch(
+        keys & torch._C._after_ADInplaceOrView_keyset, received, *args, **arguments
+    )
+    told(pytree.tree_leaves(received))
+    return results
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """The kernels are there as long as this is."""
+    return torch.library.Library("c10d", "IMPL")

@@ -1,0 +1,97 @@
+"""What a process receives from others is written without being counted. (The one process of these
+tests receives from itself.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autocast_backend._torch.writes import RECEIVING
+from autocast_backend.weights import cache
+from tests.support import assert_same_bits
+
+from .support import Plain, bf16, casts_made, data, make, ours
+
+pytestmark = pytest.mark.usefixtures("one_process_group")
+
+
+def scatters(to: Tensor, values: Tensor) -> None:
+    dist.scatter(to, [values])
+
+
+def scatters_in_inference_mode(to: Tensor, values: Tensor) -> None:
+    with torch.inference_mode():
+        dist.scatter(to, [values])
+
+
+def exchanges(to: Tensor, values: Tensor) -> None:
+    dist.all_to_all_single(to, values)
+
+
+def receives_later(to: Tensor, values: Tensor) -> None:
+    dist.scatter(to, [values], async_op=True).wait()
+
+
+def before_and_after(
+    receive: Callable[[Tensor, Tensor], None], weight_cache: str
+) -> tuple[Tensor, Tensor]:
+    """A call, new weights, and a second call in the same autocast context."""
+    torch._dynamo.reset()
+    model, x = make(Plain), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=weight_cache))
+    with bf16():
+        before = compiled(x).detach()
+        for p in model.parameters():
+            version = p._version
+            receive(p.detach(), p.detach() * 2)
+            assert p._version == version, "it is counted: what is this test for?"
+        return before, compiled(x).detach()
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize(
+    "receive", [scatters, scatters_in_inference_mode, exchanges, receives_later]
+)
+def test_received_weights_are_cast_again(
+    receive: Callable[[Tensor, Tensor], None], lifetime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = before_and_after(receive, lifetime)
+    assert_same_bits((before, after), before_and_after(receive, "off"))
+    assert not torch.equal(after, before)
+    monkeypatch.setattr(cache, "all_casts", lambda: iter(()))
+    _, unnoticed = before_and_after(receive, lifetime)
+    assert torch.equal(unnoticed, before)
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_activations_received_into_one_buffer(lifetime: str) -> None:
+    """As a stage of a pipeline does. It is a leaf that requires grad, as weights are, and its cast
+    is kept like theirs."""
+    layer = make(Plain).requires_grad_(False)
+    compiled = torch.compile(layer, **ours(weight_cache=lifetime))
+    buffer = torch.zeros(3, 8, requires_grad=True)
+    for x in data(3, 3, 8):
+        scatters(buffer.detach(), x)
+        with bf16():
+            found, expected = compiled(buffer), layer(x)
+        assert torch.equal(found, expected)
+
+
+def test_nothing_received_costs_no_casts() -> None:
+    """Others than the weights: gradients, metrics."""
+    model, x = make(Plain), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+    with bf16():
+        compiled(x)
+        scatters(torch.empty(8), torch.ones(8))
+        assert casts_made(lambda: compiled(x)) == 0
+
+
+def test_all_ops_that_receive_are_known() -> None:
+    names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("c10d::")}
+    others = {"barrier", "check_for_nan", "monitored_barrier_", "send"}
+    assert {name.removeprefix("c10d::") for name in names} - others == set(RECEIVING)
