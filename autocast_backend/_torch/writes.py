@@ -40,6 +40,7 @@ RECEIVING = (
     "alltoall_base_",
     "broadcast_",
     "gather_",
+    "gather_into_tensor_",  # of torch 2.15
     "recv_",
     "recv_any_source_",
     "reduce_",

@@ -163,6 +163,28 @@ class GraphWeights:
             Shared.kept_on_cpu.pop(key, None)
 
 
+class Parts:
+    """The casts that one compiled graph takes in, of which some last and others do not.
+
+    Args:
+        parts: each with the places of its casts among all.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], GraphWeights]]) -> None:
+        self._parts = parts
+
+    def scope(self) -> Scope | None:
+        """As that of `GraphWeights`."""
+        return self._parts[0][1].scope()
+
+    def casts(self, weights: list[Tensor], scope: Scope | None) -> list[Tensor]:
+        """As that of `GraphWeights`."""
+        found: dict[int, Tensor] = {}
+        for places, part in self._parts:
+            found.update(zip(places, part.casts([weights[i] for i in places], scope), strict=True))
+        return [found[i] for i in range(len(weights))]
+
+
 def _forget_dead(casts: dict[Key, Cast]) -> None:
     """Drop the casts of weights that have been freed."""
     for known in (casts, Shared.kept_on_cpu):

@@ -64,6 +64,8 @@ class Hoisted:
         weights: which arguments of the original graph are cast.
         dtypes: to what, for each of `weights`.
         grads: whether autograd records the cast, for each of `weights`.
+        static: whether it is a parameter or a buffer, for each of `weights`. A leaf that requires
+            grad and is neither may be an activation, which the next call has other values in.
     """
 
     graph_module: fx.GraphModule
@@ -73,6 +75,7 @@ class Hoisted:
     weights: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     grads: tuple[bool, ...]
+    static: tuple[bool, ...]
 
 
 def weight_casts(
@@ -159,6 +162,7 @@ def hoist(
         weights=tuple(weights),
         dtypes=tuple(v.dtype for v in values),
         grads=tuple(v.requires_grad for v in values),
+        static=tuple(_is_static(placeholders[i], inputs[i]) for i in weights),
     )
 
 
@@ -188,7 +192,12 @@ def _is_weight(node: fx.Node, value: Any) -> bool:
     """Whether an input is a weight; activations are not."""
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
         return False
-    return is_weight(value) or isinstance(value, torch.nn.Parameter) or is_static_input(node)
+    return is_weight(value) or _is_static(node, value)
+
+
+def _is_static(node: fx.Node, value: Any) -> bool:
+    """Whether an input is a parameter or a buffer."""
+    return isinstance(value, torch.nn.Parameter) or is_static_input(node)
 
 
 def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None:

@@ -27,7 +27,7 @@ from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
 from ..guards import ShapeGuards
 from ..reports.report import Report, WeightCast
 from ..state import AutocastState
-from .graph_weights import GraphWeights
+from .graph_weights import GraphWeights, Parts
 from .hoisting import Hoisted, hoist, weight_casts
 from .scope import Scope
 
@@ -44,6 +44,7 @@ page faults take longer than the cast: `benchmarks decode`, a context per token.
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 InScope = Callable[[Scope | None, Sequence[Any]], Any]
+Weights = GraphWeights | Parts
 
 
 class WeightPlan:
@@ -95,17 +96,23 @@ class WeightPlan:
             inside = _inside(compile_graph(self._graph_module, self._inputs))
         return _ByUse(hoisted, weights, inside, count, compile_graph).call
 
-    def _take_out(self, casts: dict[fx.Node, int]) -> tuple[Hoisted, GraphWeights]:
+    def _take_out(self, casts: dict[fx.Node, int]) -> tuple[Hoisted, Weights]:
         hoisted = hoist(self._graph_module, self._inputs, casts)
-        return hoisted, GraphWeights(
-            hoisted.dtypes,
-            hoisted.grads,
-            lasting=self._lasting,
-            scoped=self._scoped,
-            keep_memory=self._keep_memory,
-        )
+        lasting = [self._lasting and static for static in hoisted.static]
+        parts = []
+        for lifetime in set(lasting):
+            places = [i for i, lasts in enumerate(lasting) if lasts is lifetime]
+            part = GraphWeights(
+                [hoisted.dtypes[i] for i in places],
+                [hoisted.grads[i] for i in places],
+                lasting=lifetime,
+                scoped=self._scoped,
+                keep_memory=self._keep_memory,
+            )
+            parts.append((places, part))
+        return hoisted, parts[0][1] if len(parts) == 1 else Parts(parts)
 
-    def _outside(self, hoisted: Hoisted, weights: GraphWeights, compile_graph: Compile) -> _Outside:
+    def _outside(self, hoisted: Hoisted, weights: Weights, compile_graph: Compile) -> _Outside:
         given = [self._inputs[i] for i in hoisted.kept] + hoisted.inputs[len(hoisted.kept) :]
         return _Outside(hoisted, weights, compile_graph(hoisted.graph_module, given))
 
@@ -113,7 +120,7 @@ class WeightPlan:
 class _Outside:
     """A compiled graph with the casts of its weights outside."""
 
-    def __init__(self, hoisted: Hoisted, weights: GraphWeights, code: Callable[..., Any]) -> None:
+    def __init__(self, hoisted: Hoisted, weights: Weights, code: Callable[..., Any]) -> None:
         self._kept = hoisted.kept
         self._positions = hoisted.weights
         self._weights = weights
@@ -139,7 +146,7 @@ class _ByUse:
     def __init__(
         self,
         hoisted: Hoisted,
-        weights: GraphWeights,
+        weights: Weights,
         inside: InScope,
         count_inside: int,
         compile_graph: Compile,
@@ -168,7 +175,7 @@ class _ByUse:
         return outside.in_scope(scope, args)
 
     def _call_inside(self, scope: Scope | None, args: Sequence[Any]) -> Any:
-        self._weights.passed_over(self._count_inside)
+        GraphWeights.passed_over(self._count_inside)
         return self._inside(scope, args)
 
     def _compile(self) -> _Outside:

@@ -69,16 +69,15 @@ def test_received_weights_are_cast_again(
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
 def test_activations_received_into_one_buffer(lifetime: str) -> None:
-    """As a stage of a pipeline does. It is a leaf that requires grad, as weights are, and its cast
+    """As a stage of a pipeline gets them: in a leaf that requires grad, as weights are. So its cast
     is kept like theirs."""
     layer = make(Plain).requires_grad_(False)
     compiled = torch.compile(layer, **ours(weight_cache=lifetime))
     buffer = torch.zeros(3, 8, requires_grad=True)
-    for x in data(3, 3, 8):
-        scatters(buffer.detach(), x)
-        with bf16():
-            found, expected = compiled(buffer), layer(x)
-        assert torch.equal(found, expected)
+    with bf16():
+        for x in data(3, 3, 8):
+            scatters(buffer.detach(), x)
+            assert torch.equal(compiled(buffer), layer(x))
 
 
 def test_nothing_received_costs_no_casts() -> None:
@@ -94,4 +93,4 @@ def test_nothing_received_costs_no_casts() -> None:
 def test_all_ops_that_receive_are_known() -> None:
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("c10d::")}
     others = {"barrier", "check_for_nan", "monitored_barrier_", "send"}
-    assert {name.removeprefix("c10d::") for name in names} - others == set(RECEIVING)
+    assert {name.removeprefix("c10d::") for name in names} - others <= set(RECEIVING)

@@ -57,7 +57,7 @@ def test_calls_of_a_region_of_their_own_share_no_sum() -> None:
             return x @ weight
 
     def gradient(**arguments: Any) -> torch.Tensor:
-        weight = data(8, 8).requires_grad_()
+        weight = nn.Parameter(data(8, 8))
         compiled = torch.compile(region, **arguments)
         losses = [compiled(x, weight).float().square().mean() for x in data(3, 3, 8)]
         torch.stack(losses).sum().backward()

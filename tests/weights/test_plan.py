@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -236,6 +236,31 @@ def test_gradients_that_would_add_up_in_another_order_keep_it_inside() -> None:
 def test_activations_are_no_weights() -> None:
     _, report = plan_of(lambda w, x: x @ w, data(8, 8), data(3, 8))
     assert report.weights == []
+
+
+def test_casts_of_activations_live_as_long_as_a_scope() -> None:
+    """A leaf that requires grad is what eager autocast caches the cast of. It may be an input that
+    a sampler moves through `.data`."""
+    model, x = make(Plain), data(3, 8).requires_grad_()
+    compiled = torch.compile(model, **ours(weight_cache="version"))
+
+    def step(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with bf16():
+            outputs = [call(x), call(x)]
+        sum(outputs).float().square().sum().backward()  # type: ignore[union-attr]
+        leaves = [x, *model.parameters()]
+        grads = [leaf.grad.clone() for leaf in leaves]  # type: ignore[union-attr]
+        for leaf in leaves:
+            leaf.grad = None
+        return outputs + grads
+
+    found: list[Tensor] = []
+    for made in (4 + 1, 1, 1):
+        expected = step(model)
+        assert casts_made(lambda: found.extend(step(compiled))) == made
+        assert_same_bits(found, expected)
+        found.clear()
+        x.data.add_(1)
 
 
 def test_casts_in_a_checkpoint_are_made_again_in_the_backward() -> None:
