@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,3 +57,26 @@ def test_another_seed_is_another_result(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "manual_seed", lambda n: seed(n + 1))
     other = results(CASES["drops"], "off", **AOT_EAGER)
     assert not same_bits(seeded[0]["outputs"], other[0]["outputs"])
+
+
+def test_the_gradient_of_a_dropout_is_rounded_as_in_stock() -> None:
+    """AOTAutograd writes `native_dropout` for it: on the CPU, its backward rounds elsewhere."""
+
+    def gradient(**compile_arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x = torch.randn(1024, requires_grad=True)
+        weights = torch.randn(1024, dtype=torch.bfloat16)
+
+        def drop(x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x.bfloat16(), 0.1)
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = torch.compile(drop, **compile_arguments)(x)
+        (found,) = torch.autograd.grad(y, x, weights)
+        return found
+
+    ours, eager = gradient(**AOT_EAGER), gradient(backend="eager")
+    assert same_bits(ours, gradient(backend="aot_eager"))
+    assert not same_bits(ours, eager)
+    torch.testing.assert_close(ours, eager, rtol=2**-7, atol=0)
