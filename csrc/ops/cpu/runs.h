@@ -18,6 +18,9 @@ constexpr int64_t kBlock = 64;
 // Blocks that a thread takes at a time, 65536 elements; with fewer than two such pieces to do, it
 // is not worth waking.
 constexpr int64_t kPiece = 1024;
+// Read and written, from which on new memory is worth asking for, however large the cache is: a
+// virtual machine may be shown that of a whole chip.
+constexpr int64_t kManyBytes = int64_t{42} << 20;
 
 // The elements of a tensor, side by side in memory, and where their results go.
 struct Run {
@@ -37,16 +40,17 @@ struct Stretch {
   bool stream;
 };
 
-// How results that do not fit in the caches are stored: around these, so that they need not push
-// out what is in them, or plainly, to memory that nobody has written to. Far below, a plain store
-// is up to twice as fast.
+// How many results are stored: around the caches, which need not push out what is in them then,
+// where `around` says so; but plainly, and in huge pages, to memory that nobody has written to. Far
+// below the caches' size a plain store is up to twice as fast.
 template <typename AnyRun>
-void choose_stores(std::vector<AnyRun>& runs) {
+void choose_stores(std::vector<AnyRun>& runs, bool around) {
   NewMemory fresh;
   for (AnyRun& run : runs) {
     auto* to = static_cast<char*>(run.to);
-    run.stream = is_written(to + run.count / 2 * run.to_size);
-    if (!run.stream) {
+    const bool written = is_written(to + run.count / 2 * run.to_size);
+    run.stream = around && written;
+    if (!written) {
       fresh.add(to, to + run.count * run.to_size);
     }
   }
@@ -69,8 +73,9 @@ void share_out(std::vector<AnyRun>& runs, const Work& work) {
     bytes += run.count * (run.to_size + run.from_size);
   }
   // From here on results would push each other out of the cache.
-  if (bytes > last_level_cache_bytes() / 3 * 2) {
-    choose_stores(runs);
+  const int64_t most = last_level_cache_bytes() / 3 * 2;
+  if (bytes > std::min(most, kManyBytes)) {
+    choose_stores(runs, /*around=*/bytes > most);
   }
   const int64_t pieces = (blocks + kPiece - 1) / kPiece;
   const int64_t workers =
