@@ -146,6 +146,6 @@ DIFFERENT_IN_STOCK = {
     "qr",
     # decomposed by AOTAutograd of torch 2.11
     *(("cumprod", "masked.cumprod") if TORCH < (2, 13) else ()),
-    # its gradients are contiguous with AOTAutograd; MKL's dot product of others is other bits
+    # contiguous gradients with AOTAutograd; MKL's dot product of others differs on some processors
     "nn.functional.embedding_bag",
 }

@@ -18,8 +18,8 @@ constexpr int64_t kBlock = 64;
 // Blocks that a thread takes at a time, 65536 elements; with fewer than two such pieces to do, it
 // is not worth waking.
 constexpr int64_t kPiece = 1024;
-// Read and written, from which on new memory is worth asking for, however large the cache is: a
-// virtual machine may be shown that of a whole chip.
+// Read and written by a call, from which on huge pages are worth asking for, however large the
+// cache is: a virtual machine may be shown that of a whole chip.
 constexpr int64_t kManyBytes = int64_t{42} << 20;
 
 // The elements of a tensor, side by side in memory, and where their results go.
@@ -40,9 +40,9 @@ struct Stretch {
   bool stream;
 };
 
-// How many results are stored: around the caches, which need not push out what is in them then,
-// where `around` says so; but plainly, and in huge pages, to memory that nobody has written to. Far
-// below the caches' size a plain store is up to twice as fast.
+// How the results of a large call are stored. To memory that nobody has written to: plainly, in
+// huge pages. To other memory, where `around` says so: around the caches, so that they need not
+// push out what is in them; far below their size a plain store is up to twice as fast.
 template <typename AnyRun>
 void choose_stores(std::vector<AnyRun>& runs, bool around) {
   NewMemory fresh;
