@@ -2,8 +2,8 @@
 
     model = torch.compile(model, backend="smart_autocast")
 
-needs no import of this package. What it exports is loaded on first use, so that importing it (which
-`import torch` does, to make `TORCH_LOGS="+smart_autocast"` known) costs next to nothing.
+needs no import of this package. What it exports is loaded on first use, so that importing it costs
+next to nothing: `import torch` does, for `TORCH_LOGS="+smart_autocast"` and `torch.ops` to know us.
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""`torch.ops.smart_autocast` in a process that imports torch alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+START = """
+import sys, torch
+assert "autocast_backend.ops" not in sys.modules
+bf16 = torch.bfloat16
+"""
+
+
+def output_of(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", START + program, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_an_op_is_there_when_it_is_asked_for() -> None:
+    assert output_of("print(torch.ops.smart_autocast.multi_cast([torch.ones(1)], bf16))") == (
+        "[tensor([1.], dtype=torch.bfloat16)]\n"
+    )
+
+
+def test_a_name_that_is_no_op_is_an_attribute_error() -> None:
+    assert output_of("print(hasattr(torch.ops.smart_autocast, 'no_op'))") == "False\n"
+
+
+def test_two_threads_may_ask_first() -> None:
+    program = """
+import threading
+together, dtypes = threading.Barrier(4), []
+def first():
+    together.wait()
+    dtypes.append(torch.ops.smart_autocast.cast(torch.ones(1), bf16).dtype)
+threads = [threading.Thread(target=first) for _ in range(4)]
+[t.start() for t in threads], [t.join() for t in threads]
+print(dtypes == [bf16] * 4)
+"""
+    assert output_of(program) == "True\n"
+
+
+def test_dynamo_traces_an_op_that_is_not_loaded_yet() -> None:
+    program = """
+@torch.compile(backend="eager", fullgraph=True)
+def cast(x):
+    return torch.ops.smart_autocast.cast(x, bf16)
+print(cast(torch.ones(1)))
+"""
+    assert output_of(program) == "tensor([1.], dtype=torch.bfloat16)\n"
+
+
+class Cast(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.smart_autocast.autocast_to_bf16(x)
+
+
+def test_a_saved_program_loads(tmp_path: Path) -> None:
+    path = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(Cast(), (torch.ones(1),)), path)
+    program = "print(torch.export.load(sys.argv[1]).module()(torch.ones(1)))"
+    assert output_of(program, str(path)) == "tensor([1.], dtype=torch.bfloat16)\n"
+
+
+def test_torchscript_finds_an_op(tmp_path: Path) -> None:
+    # It wants the source in a file.
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import torch\n"
+        "@torch.jit.script\n"
+        "def cast(x: torch.Tensor):\n"
+        "    return torch.ops.smart_autocast.cast(x, torch.float64)\n"
+    )
+    program = "sys.path.insert(0, sys.argv[1]); import script; print(script.cast(torch.ones(1)))"
+    assert output_of(program, str(tmp_path)) == "tensor([1.], dtype=torch.float64)\n"
