@@ -27,5 +27,4 @@ def register() -> None:
             importlib.import_module("autocast_backend.ops")
             return super().__getattr__(op_name)
 
-    if "smart_autocast" not in vars(torch.ops):
-        torch.ops.smart_autocast = SmartAutocastOps("smart_autocast")
+    torch.ops.smart_autocast.__class__ = SmartAutocastOps

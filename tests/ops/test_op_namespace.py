@@ -29,6 +29,12 @@ def test_an_op_is_there_when_it_is_asked_for() -> None:
     )
 
 
+def test_torch_lists_it_among_its_namespaces() -> None:
+    # torch.export looks there for composite ops to preserve.
+    program = "print('smart_autocast' in torch.ops, len(list(torch.ops.smart_autocast)))"
+    assert output_of(program) == "True 0\n"
+
+
 def test_a_name_that_is_no_op_is_an_attribute_error() -> None:
     assert output_of("print(hasattr(torch.ops.smart_autocast, 'no_op'))") == "False\n"
 
