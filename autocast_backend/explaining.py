@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 
 from . import backend
-from ._torch.dynamo import counters, reset, uncompiled
+from ._torch.dynamo import graph_breaks, reset, uncompiled
 from .lowering.lower import Context
 from .options import OptionTypeError, parse_options
 from .reports.page import to_html
@@ -25,20 +24,27 @@ class CastReport:
 
     Attributes:
         graphs: the graphs Dynamo made, in the order in which they were compiled.
-        graph_breaks: why there is more than one, in Dynamo's words.
+        graph_breaks: why there is more than one, or none: `train.py:12: `, and Dynamo's reason with
+            its hints. `print` shows the reason alone.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        parts = [str(graph) for graph in self.graphs] or ["no graph was compiled"]
-        parts += [f"graph break: {reason.splitlines()[0]}" for reason in self.graph_breaks]
+        parts = [str(graph) for graph in self.graphs] or [
+            'no graph was compiled with backend="smart_autocast"'
+        ]
+        for reason in self.graph_breaks:
+            first, *rest = reason.splitlines()
+            parts.append(f"graph break in {first}")
+            parts += [f"  {line.strip()}" for line in rest if "Explanation: " in line][:1]
         return "\n".join(parts)
 
     def to_html(self, title: str = "Casts") -> str:
-        """The same as a page that needs no other file, with every call of every graph."""
-        return to_html(title, self.graphs)
+        """The same as a page that needs no other file, with every call of every graph, and Dynamo's
+        hints about graph breaks."""
+        return to_html(title, self.graphs, self.graph_breaks)
 
 
 @contextlib.contextmanager
@@ -55,13 +61,12 @@ def collecting() -> Iterator[CastReport]:
         title = f"graph {len(report.graphs) + 1}{at}, under {context.ambient}"
         report.graphs.append(GraphReport(title, context.report, rows))
 
-    breaks = Counter(counters()["graph_break"])
     backend.listeners.append(add)
     try:
-        yield report
+        with graph_breaks() as report.graph_breaks:
+            yield report
     finally:
         backend.listeners.remove(add)
-        report.graph_breaks += Counter(counters()["graph_break"]) - breaks
 
 
 def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CastReport]:
@@ -89,6 +94,12 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CastReport]
     """
     if not callable(fn):
         raise OptionTypeError(f"fn: expected a function or a module; got {type(fn).__name__}")
+    for name in ("options", "mode", "backend"):
+        if name in options:
+            raise OptionTypeError(
+                f'explain takes no {name!r}: it takes the options of backend="smart_autocast" as '
+                'keyword arguments, such as explain(model, validate="dtype")'
+            )
     parse_options(options, mode=None)
     options = {k: v for k, v in options.items() if k != "inductor"} | {"inner": _run_as_it_is}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from torch import nn
 
 from autocast_backend import explain
 from autocast_backend._torch.dynamo import counters
+from autocast_backend.explaining import collecting
 from autocast_backend.options import OptionTypeError, OptionValueError
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
@@ -93,7 +96,67 @@ def test_graph_breaks_and_regions_in_the_code() -> None:
         report = explain(Model())(torch.randn(3, 4), broken=True)
     assert len(report.graphs) == 2
     assert len(report.graph_breaks) == 1
-    assert "graph break: Call to `torch._dynamo.graph_break()`" in str(report)
+    words = r"graph break in test_explaining.py:\d+: Call to `torch._dynamo.graph_break\(\)`"
+    assert re.search(words, str(report))
+    assert "torch._dynamo.graph_break" in report.to_html()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_breaks_that_dynamo_counts_elsewhere() -> None:
+    """At a branch that depends on data; and in a loop, where the function runs in eager mode."""
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x @ x
+            torch._dynamo.graph_break()
+        return x
+
+    here = r"test_explaining.py:\d+"
+    log = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    before = (log.level, log.propagate, list(log.handlers))
+    (found,) = explain(branch)(torch.ones(2, 2)).graph_breaks
+    assert re.match(f"{here}: Data-dependent branching\n  Explanation: ", found)
+    report = explain(loop)(torch.ones(2, 2))
+    assert not report.graphs
+    (found,) = report.graph_breaks
+    assert re.match(f"{here}, in a function that runs in eager mode: Call to `torch", found)
+    none, line, why = str(report).splitlines()
+    assert none == 'no graph was compiled with backend="smart_autocast"'
+    assert re.match(f"graph break in {here}, in a function that runs in eager mode: Call to ", line)
+    assert why.startswith("  Explanation: ")
+    assert (log.level, log.propagate, log.handlers) == before
+
+
+def test_a_report_within_a_report_and_a_log_that_is_on() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    log = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    logged = Listener()
+    logging.getLogger("torch._dynamo").addHandler(logged)
+    try:
+        for on in (False, True):
+            torch._logging.set_logs(graph_breaks=on)
+            logged.count = 0
+            with collecting() as around:
+                assert len(explain(broken)(torch.ones(2)).graph_breaks) == 1
+            assert len(around.graph_breaks) == 1
+            assert (logged.count > 0) == on
+            assert log.isEnabledFor(logging.DEBUG) == on
+    finally:
+        logging.getLogger("torch._dynamo").removeHandler(logged)
+        torch._logging.set_logs()
+
+
+class Listener(logging.Handler):
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += "Graph break in user code" in record.getMessage()
 
 
 def test_the_options_are_those_of_the_backend() -> None:
@@ -112,6 +175,8 @@ def test_bad_arguments_are_refused_before_anything_runs() -> None:
         explain(Model(), validat="off")
     with pytest.raises(OptionTypeError, match="fn: expected a function or a module; got Tensor"):
         explain(torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match=r"explain takes no 'options': .* keyword arguments"):
+        explain(Model(), options={"validate": "off"})
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -42,6 +43,47 @@ def counters() -> Any:
     from torch._dynamo.utils import counters
 
     return counters
+
+
+_GRAPH_BREAK = re.compile(
+    r"in user code at (?:.*[/\\])?(?P<place>[^\n]+:\d+)\n"
+    r"Graph Break Reason: (?:(?P<how>[^\n]+):\n\n)?(?P<why>.+?)"
+    r"(?=\n\nStack variable source attribution:|\n\nUser code traceback:|\Z)",
+    re.DOTALL,
+)
+
+
+@contextlib.contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """Collect where, and why, Dynamo breaks graphs in a `with` block, in any thread, and which
+    functions it leaves to eager mode for that.
+
+    From its log: its counters do not have the breaks at a branch that depends on a tensor's value,
+    nor those in a loop.
+    """
+    log = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    found: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if match := _GRAPH_BREAK.search(text):
+                eager = "falling back to eager" in (match["how"] or "")
+                of = ", in a function that runs in eager mode" if eager else ""
+                text = f"{match['place']}{of}: {match['why'].strip()}"
+            if text not in found:  # logged once more where Dynamo resumes after another break
+                found.append(text)
+
+    collector, level, propagate = Collector(), log.level, log.propagate
+    log.propagate = propagate and log.isEnabledFor(logging.DEBUG)
+    log.setLevel(logging.DEBUG)
+    log.addHandler(collector)
+    try:
+        yield found
+    finally:
+        log.removeHandler(collector)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:

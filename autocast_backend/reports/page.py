@@ -36,10 +36,11 @@ _SECTION = """<h2>{title}</h2>
 """
 
 
-def to_html(title: str, graphs: Iterable[GraphReport]) -> str:
+def to_html(title: str, graphs: Iterable[GraphReport], graph_breaks: Iterable[str] = ()) -> str:
     """One page: for each graph what was done in numbers, what stays under autocast and why, where
-    each weight is cast, and every call with the casts of its arguments."""
-    return _PAGE.format(title=html.escape(title), sections="\n".join(map(_section, graphs)))
+    each weight is cast, and every call with the casts of its arguments; then the graph breaks."""
+    sections = [*map(_section, graphs), _list("Graph breaks", graph_breaks)]
+    return _PAGE.format(title=html.escape(title), sections="\n".join(sections))
 
 
 def _section(graph: GraphReport) -> str:
