@@ -32,7 +32,7 @@ from .lowering.lower import Context, lower
 from .lowering.propagate import propagate
 from .lowering.separate import separate_bodies
 from .lowering.standalone import copy_graph
-from .options import Options, parse_options
+from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
 from .regions import hops_to_regions, nodes_of, source_line, state_changes
 from .state import (
@@ -120,6 +120,11 @@ def smart_autocast(
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)
+        if not callable(compiled):
+            raise OptionTypeError(
+                "option 'inner': expected a callable (graph_module, example_inputs) -> callable; "
+                f"{parsed.inner!r} returned {compiled!r}"
+            )
         if report.opaque:
             compiled = first_run_watched(compiled, report.opaque)
         if report.bracketed:

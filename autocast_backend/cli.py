@@ -40,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="smart-autocast", description="Mixed precision as a property of the graph."
     )
+    parser.add_argument(
+        "--version", action="version", version=f"smart_autocast {_version('smart_autocast')}"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="what is installed, which kernels run, and why")
     policies = commands.add_parser("policies", help="what autocast does to which op")
@@ -55,8 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="run a Python program, then say what became of each call that it compiled"
     )
-    explain.add_argument("program", type=Path, help="a Python file; what follows are its arguments")
-    explain.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    explain.add_argument("program", type=Path, metavar="PROGRAM", help="a Python file")
+    of_program = explain.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    of_program.required = False  # so that an error does not name them
     explain.add_argument(
         "--report", type=Path, metavar="FILE", help="the same as an HTML page; before the program"
     )

@@ -9,6 +9,7 @@ from typing import Any
 from ._torch.configs import (
     backward_pass_autocast_config,
     inductor_config_names,
+    inductor_config_type,
     inductor_mode_options,
 )
 from ._torch.dynamo import backend_names, pass_through_error
@@ -130,7 +131,9 @@ def _check_inner(inner: Any) -> str | Callable[..., Any]:
         )
     names = backend_names()
     if inner == "smart_autocast":
-        raise OptionValueError("option 'inner': expected another backend than 'smart_autocast'")
+        raise OptionValueError(
+            "option 'inner': expected another backend than 'smart_autocast', such as 'inductor'"
+        )
     if inner not in names:
         raise OptionValueError(
             f"option 'inner': no backend is called {inner!r}; expected {nearest(inner, names)}"
@@ -196,12 +199,18 @@ def _check_inductor(given: Any, mode: str | None, inner: Any) -> Mapping[str, An
         what = f"mode={mode!r}" if mode else "option 'inductor'"
         raise OptionValueError(f"{what} needs inner='inductor'; got inner={inner!r}")
     known = inductor_config_names() if given else frozenset()
-    patches = {name.replace("-", "_"): value for name, value in given.items()}
-    for name in patches:
+    patches = {str(name).replace("-", "_"): value for name, value in given.items()}
+    for name, value in patches.items():
         if name not in known:
             raise OptionValueError(
                 f"option 'inductor': unknown Inductor config {name!r}; "
                 f"expected {nearest(name, known)}"
+            )
+        expected = inductor_config_type(name)
+        if expected is not None and not isinstance(value, expected):
+            raise OptionTypeError(
+                f"option 'inductor': {name!r}: expected a value of type {expected.__name__}; "
+                f"got {value!r}"
             )
     if not mode:
         return patches

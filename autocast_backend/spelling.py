@@ -12,4 +12,5 @@ def nearest(name: str, valid: Iterable[object]) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return " or ".join(map(repr, close))
-    return "one of " + ", ".join(names[:20])
+    more = f" (and {len(names) - 20} more)" if len(names) > 20 else ""
+    return "one of " + ", ".join(names[:20]) + more

@@ -71,6 +71,12 @@ class AutocastState:
         """
         if isinstance(ambient, AutocastState):
             return ambient
+        if isinstance(ambient, str) or not isinstance(ambient, (Mapping, Sequence)):
+            raise TypeError(
+                "ambient: expected an AutocastState, a dict of torch.autocast arguments, such as "
+                '{"device_type": "cuda", "dtype": torch.bfloat16}, or a list of such dicts; '
+                f"got {ambient!r}"
+            )
         entries = [ambient] if isinstance(ambient, Mapping) else list(ambient)
         for arguments in entries:
             check_autocast_arguments("ambient", arguments)
@@ -169,7 +175,7 @@ def check_autocast_arguments(where: str, arguments: Any) -> None:
             f"{where}: expected a dict of torch.autocast arguments, such as "
             f'{{"device_type": "cuda", "dtype": torch.bfloat16}}; got {arguments!r}'
         )
-    if unknown := sorted(set(arguments) - set(AUTOCAST_ARGUMENTS)):
+    if unknown := [name for name in arguments if name not in AUTOCAST_ARGUMENTS]:
         raise ValueError(
             f"{where}: unknown torch.autocast argument {unknown[0]!r}; "
             f"expected some of {', '.join(AUTOCAST_ARGUMENTS)}"

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -97,3 +98,16 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
         cli.main(arguments)
     assert exit.value.code == 2
     assert "usage: smart-autocast" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"smart_autocast {metadata.version('smart_autocast')}\n"
+
+
+def test_what_explain_needs_is_a_program_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["explain"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: PROGRAM\n")

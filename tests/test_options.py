@@ -42,7 +42,9 @@ def compile_with(options: Any = None, mode: str | None = None) -> Any:
         ({"autocast": {"dtype": torch.float16}}, r"'autocast': \"device_type\" is missing"),
         ({"autocast": {"device_type": "cpu", "dtype": torch.float64}}, r"got torch.float64"),
         ({"autocast": [BF16, {"device": "cpu"}]}, r"unknown torch.autocast argument 'device'"),
+        ({"autocast": {"device_type": "cpu", 1: 2, "x": 3}}, r"unknown torch.autocast argument 1"),
         ({"inductor": {"max_autotun": True}}, r"unknown Inductor config .*'max_autotune'"),
+        ({"inductor": {1: 2}}, r"unknown Inductor config '1'; expected one of .* more\)"),
         ({"inner": "aot_eager", "inductor": {"cpp_wrapper": True}}, r"needs inner='inductor'"),
     ],
 )
@@ -61,6 +63,8 @@ def test_an_impossible_value_is_a_value_error(options: dict[str, Any], words: st
         ({"autocast": ["cpu"]}, r"dict of torch.autocast arguments"),
         ({"autocast": {"device_type": "cpu", "enabled": "yes"}}, r"enabled: expected a bool"),
         ({"inductor": ["max_autotune"]}, r"'inductor': expected a dict"),
+        ({"inductor": {"max_autotune": "yes"}}, r"'max_autotune': .* type bool; got 'yes'"),
+        ({"inner": lambda graph, inputs: None}, r"'inner': expected a callable .* returned None"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_a_type_error(options: Any, words: str) -> None:

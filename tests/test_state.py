@@ -84,6 +84,8 @@ def test_of_takes_a_state_one_region_or_several() -> None:
         ({"device_type": "cpu", "enable": True}, ValueError, "'enable'"),
         ({"device_type": "cpu", "enabled": 1}, TypeError, "expected a bool"),
         (["cpu"], TypeError, "dict of torch.autocast arguments"),
+        ("cpu", TypeError, "ambient: expected an AutocastState, .* got 'cpu'"),
+        (None, TypeError, "ambient: expected an AutocastState, .* got None"),
     ],
 )
 def test_bad_arguments_are_refused(ambient: object, error: type, words: str) -> None:

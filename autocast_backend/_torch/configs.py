@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from torch import fx
@@ -89,6 +89,15 @@ def inductor_config_names() -> frozenset[str]:
     from torch._inductor import config
 
     return frozenset(config.get_config_copy())
+
+
+def inductor_config_type(name: str) -> type | None:
+    """The type of an Inductor config's values; None where one cannot say, for unions and generic
+    types, which `torch.compile(options=...)` does not check either."""
+    from torch._inductor import config
+
+    found = config.get_type(name)  # type: ignore[attr-defined]
+    return found if get_origin(found) is None and isinstance(found, type) else None
 
 
 def compile_cache_dir() -> str | None:

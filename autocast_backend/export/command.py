@@ -33,7 +33,7 @@ def lower_file(
         CommandError: a file that is not there, not an exported program, or cannot be written.
         TypeError, ValueError, RegionError: as `lower`.
     """
-    check_device_type(device_type)
+    check_device_type(device_type, "--device")
     _check_source(source)
     for name, target in (("--output", output), ("--report", report)):
         if target is not None and not target.absolute().parent.is_dir():

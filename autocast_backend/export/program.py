@@ -135,10 +135,10 @@ def _check(program: Any) -> None:
         )
 
 
-def check_device_type(device_type: Any) -> None:
+def check_device_type(device_type: Any, argument: str = "device_type") -> None:
     """Refuse what is neither None nor a device type that autocast knows."""
     known = autocast_device_types()
     if device_type is not None and not isinstance(device_type, str):
-        raise TypeError(f"device_type: expected a string or None; got {device_type!r}")
+        raise TypeError(f"{argument}: expected a string or None; got {device_type!r}")
     if device_type is not None and device_type not in known:
-        raise ValueError(f"device_type: expected one of {', '.join(known)}; got {device_type!r}")
+        raise ValueError(f"{argument}: expected one of {', '.join(known)}; got {device_type!r}")

@@ -226,6 +226,7 @@ def check_cast_with_stats(self: Tensor, dtype: torch.dtype) -> None:
             "cast_with_stats",
             f"argument 'self' must be float64, float32, float16 or bfloat16, got {self.dtype}",
         )
+    check_supported("cast_with_stats", "self", self)
 
 
 def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,8 @@ def autocast_to_reduced_precision(
 
     Raises:
         TypeError: ``dtype`` is no ``torch.dtype``; else as :func:`autocast_to_fp16`.
-        ValueError: ``dtype`` is not a floating dtype narrower than float32; else as
+        ValueError: ``dtype`` is not a floating dtype narrower than float32, or float4, to which
+            PyTorch casts nothing; else as
             :func:`autocast_to_fp16`.
         RuntimeError: ``tensor`` is sparse, quantized or complex.
     """
@@ -84,7 +85,7 @@ def autocast_to_reduced_precision(
             "argument 'dtype' must be a torch.dtype such as torch.bfloat16, got "
             f"{type(dtype).__name__}"
         )
-    if not dtype.is_floating_point or dtype.itemsize >= 4:
+    if not dtype.is_floating_point or dtype.itemsize >= 4 or dtype is torch.float4_e2m1fn_x2:
         raise ValueError(
             "argument 'dtype' must be a floating dtype narrower than float32, such as "
             f"torch.float16 or torch.bfloat16, got {dtype}"
@@ -130,7 +131,8 @@ def promote(tensors: Sequence[Tensor], *, device_type: str | None = None) -> lis
     """
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(
-            f"argument 'tensors' must be a list or tuple of tensors, got {type(tensors).__name__}"
+            f"argument 'tensors' must be a list or tuple of tensors, got {type(tensors).__name__}; "
+            "pass list(tensors), or [tensor] for one"
         )
     for index, tensor in enumerate(tensors):
         _check_tensor(f"tensors[{index}]", tensor)

@@ -124,7 +124,8 @@ class Overrides:
         for override in self.modules:
             parts = tuple(override.pattern.split("."))
             if not any(_matches(parts, name) for name in names):
-                near = nearest(override.pattern, {".".join(name) for name in names if name})
+                inside = {".".join(name) for name in names if name}
+                near = nearest(override.pattern, inside) if inside else "'**', for there is but one"
                 raise PolicyError(
                     f"{override} matches no module; expected {near}. Names count from the module "
                     "that is compiled. A module whose forward Dynamo compiles by itself, because "

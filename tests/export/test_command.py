@@ -87,7 +87,7 @@ def test_for_another_device_type(tmp_path: Path) -> None:
         ("other.pt2", [], "this archive holds no program"),
         ("model.pt2", ["-o", "nowhere/lowered.pt2"], "--output: there is no folder"),
         ("model.pt2", ["--report", "nowhere/page.html"], "--report: there is no folder"),
-        ("model.pt2", ["--device", "gpu"], "device_type: expected one of"),
+        ("model.pt2", ["--device", "gpu"], "--device: expected one of"),
         ("decomposed.pt2", [], "Lower it first"),
     ],
 )

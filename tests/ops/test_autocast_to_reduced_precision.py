@@ -67,3 +67,8 @@ def test_a_dtype_that_is_not_narrower(dtype: torch.dtype) -> None:
         autocast_to_reduced_precision(tensor, dtype)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.smart_autocast.autocast_to_reduced_precision(tensor, dtype)
+
+
+def test_a_dtype_that_pytorch_casts_nothing_to() -> None:
+    with pytest.raises(ValueError, match=r"'dtype' must be a floating dtype .*, got torch.float4"):
+        autocast_to_reduced_precision(sample(torch.float32, 3), torch.float4_e2m1fn_x2)

@@ -159,6 +159,10 @@ def test_errors() -> None:
         cast_with_stats(tensor, torch.float8_e5m2)
     with pytest.raises(RuntimeError, match="'self' must be float64, float32, float16 or bfloat16"):
         cast_with_stats(torch.arange(3), bf16)
+    with pytest.raises(
+        RuntimeError, match=r"'self' must be a dense tensor .*, got a sparse tensor"
+    ):
+        cast_with_stats(torch.eye(3).to_sparse(), bf16)
 
 
 @pytest.mark.gpu

@@ -160,7 +160,9 @@ def test_compile(call: Any) -> None:
 
 def test_errors() -> None:
     tensor = sample(f32, 3)
-    with pytest.raises(TypeError, match="'tensors' must be a list or tuple of tensors, got Tensor"):
+    with pytest.raises(
+        TypeError, match=r"must be a list or tuple of tensors, got Tensor; pass list"
+    ):
         promote(tensor)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'tensors\[1\]' must be a torch.Tensor, got float"):
         promote([tensor, 1.0])  # type: ignore[list-item]

@@ -270,6 +270,14 @@ def test_a_pattern_that_matches_no_module() -> None:
             lowered({"module": {pattern: "fp32"}})
 
 
+def test_a_pattern_where_there_is_but_one_module() -> None:
+    with pytest.raises(ValueError, match=r"matches no module; expected '\*\*', for there"):
+        compile_model(nn.Linear(4, 4), {"module": {"head": "fp32"}})(torch.randn(2, 4))
+    whole = compile_model(nn.Linear(4, 4), {"module": {"**": "fp32"}}, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert whole(torch.randn(2, 4)).dtype == torch.float32
+
+
 def test_a_module_that_is_not_called_is_still_a_module() -> None:
     class Unused(Model):
         def __init__(self) -> None:
