@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _library = torch.library.Library("smart_autocast", "IMPL")
 
@@ -56,6 +57,23 @@ def without_autograd() -> contextlib.AbstractContextManager[None]:
 
 
 def may_skip_autograd() -> bool:
-    """Not while anything traces the call, nor inside of a `torch.func` transform: what requires
-    grad may be hidden in its tensors there."""
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    """Not while anything traces the call, nor where tensors do not tell whether they are
+    differentiated."""
+    return not (is_transformed() or torch.compiler.is_compiling())
+
+
+def is_transformed() -> bool:
+    """Whether this runs in forward-mode AD or inside of a `torch.func` transform: tensors that are
+    differentiated there need not require grad."""
+    # Graphs of Dynamo open levels that `forward_ad` does not count, but those of transforms alone.
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def any_tangent(*values: Any) -> bool:
+    """Whether a tensor among the arguments, or in a list or tuple among them, is a dual one of
+    forward-mode AD."""
+    return is_transformed() and any(
+        torch._VF._unpack_dual(tensor, level=0)[1] is not None
+        for value in values
+        for tensor in (value if isinstance(value, (list, tuple)) else [value])
+    )

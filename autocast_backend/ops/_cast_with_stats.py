@@ -5,12 +5,16 @@ The schema is in ``csrc/ops/cast_with_stats.cpp``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch.dispatch import is_transformed, register_autograd_kernel
 from . import reference
+
+Result = tuple[Tensor, Tensor]
 
 _NAME = "smart_autocast::cast_with_stats"
 
@@ -20,15 +24,26 @@ def _fake(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty_like(self, dtype=dtype), self.new_empty(4, dtype=torch.float64)
 
 
-def _setup_context(
-    ctx: Any, inputs: tuple[Tensor, torch.dtype], output: tuple[Tensor, Tensor]
-) -> None:
-    ctx.dtype = inputs[0].dtype
-    ctx.mark_non_differentiable(output[1])
+class _CastWithStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, below: Callable[..., Result], self: Tensor, dtype: torch.dtype) -> Result:
+        ctx.dtype = self.dtype
+        result, stats = below(self, dtype)
+        ctx.mark_non_differentiable(stats)
+        return result, stats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[None, Tensor, None]:
+        return None, grad.to(ctx.dtype), None
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-    return grad.to(ctx.dtype), None
+def _autograd(below: Callable[..., Result], self: Tensor, dtype: torch.dtype) -> Result:
+    if is_transformed():  # a Function would need rules of its own
+        return self.to(dtype, copy=True), below(self, dtype)[1]
+    if torch.is_grad_enabled() and self.requires_grad:
+        result: Result = _CastWithStats.apply(below, self, dtype)  # type: ignore[no-untyped-call]
+        return result
+    return below(self, dtype)
 
 
 def _vmap(
@@ -46,5 +61,5 @@ def register(library: torch.library.Library) -> None:
     """Registers all of it; the op must be defined already."""
     library.impl("cast_with_stats", reference.cast_with_stats, "CompositeExplicitAutograd")
     torch.library.register_fake(_NAME, _fake)
-    torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
+    register_autograd_kernel("cast_with_stats", _autograd)
     torch.library.register_vmap(_NAME, _vmap)

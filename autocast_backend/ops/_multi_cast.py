@@ -6,7 +6,8 @@ With gradients on, tensors that require grad are cast by ``aten::to``, each on i
 ``cast_each``), and the rest in one pass. So every tensor has its own autograd node: a frozen
 tensor's result requires no grad, an absent gradient stays None, and no gradient waits for those of
 other tensors. One node for all of them, such as ``torch.library.register_autograd`` makes, would be
-none of that, and slower.
+none of that, and slower. Where tensors do not tell whether they are differentiated, in transforms
+of ``torch.func`` and forward-mode AD, ``aten::to`` casts all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.dispatch import any_requires_grad, register_autograd_kernel
+from .._torch.dispatch import (
+    any_requires_grad,
+    any_tangent,
+    is_transformed,
+    register_autograd_kernel,
+)
 from . import reference
 
 _NAME = "smart_autocast::multi_cast"
@@ -47,6 +53,14 @@ def autograd(
     return [next(with_grad if tensor.requires_grad else without) for tensor in tensors]
 
 
+def _autograd(
+    below: Callable[..., list[Tensor]], tensors: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    if is_transformed():
+        return torch.ops.smart_autocast.cast_each.default(tensors, dtype)
+    return autograd(below, tensors, dtype)
+
+
 def autograd_out(
     below: Callable[..., None],
     tensors: Sequence[Tensor],
@@ -59,6 +73,11 @@ def autograd_out(
         raise RuntimeError(
             "smart_autocast::multi_cast: argument 'out' takes no gradients, but a tensor requires "
             "grad; call it under torch.no_grad(), or without 'out'"
+        )
+    if any_tangent(tensors, out):
+        raise RuntimeError(
+            "smart_autocast::multi_cast: argument 'out' takes no derivatives, but a tensor has a "
+            "tangent (forward-mode AD); call it without 'out'"
         )
     below(tensors, dtype, out=out)
     torch.autograd.graph.increment_version(out)
@@ -74,6 +93,6 @@ def register() -> None:
     """Registers all of it; the op must be defined already."""
     torch.library.register_fake(_NAME, _fake)
     torch.library.register_fake(f"{_NAME}.out", _fake_out)
-    register_autograd_kernel("multi_cast", autograd)
+    register_autograd_kernel("multi_cast", _autograd)
     register_autograd_kernel("multi_cast.out", autograd_out, mutates=True)
     torch.library.register_vmap(_NAME, _vmap)

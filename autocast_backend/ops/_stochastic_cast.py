@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.dispatch import any_requires_grad, register_autograd_kernel
-from .reference import check_supported, fail
+from .._torch.dispatch import register_autograd_kernel
+from .reference import check_supported, fail, refuse_derivatives
 from .stochastic import GRIDS, philox, round_to_grid
 
 _OP = "stochastic_cast"
@@ -85,12 +85,7 @@ def autograd(
     offset: int,
 ) -> list[Tensor]:
     """What autograd calls; `below` is the op without autograd."""
-    if torch.is_grad_enabled() and any_requires_grad(tensors):
-        raise fail(
-            _OP,
-            "it has no gradient, but a tensor requires grad; call it under torch.no_grad(), or "
-            "pass tensor.detach()",
-        )
+    refuse_derivatives(_OP, tensors)
     return below(tensors, dtype, seed, offset)
 
 

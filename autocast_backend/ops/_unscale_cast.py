@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.dispatch import any_requires_grad, register_autograd_kernel
+from .._torch.dispatch import register_autograd_kernel
 from . import reference
-from .reference import check_supported, fail
+from .reference import check_supported, fail, refuse_derivatives
 
 _OP = "unscale_cast"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -104,7 +104,7 @@ def autograd(
     below: Callable[..., Unscaled], grads: list[Tensor], scale: Tensor, dtype: torch.dtype
 ) -> Unscaled:
     """What autograd calls; `below` is the op without autograd."""
-    _refuse_gradients(grads, scale)
+    refuse_derivatives(_OP, grads, scale)
     return below(grads, scale, dtype)
 
 
@@ -117,19 +117,10 @@ def autograd_out(
     out: list[Tensor],
 ) -> Tensor:
     """The same for the form with `out`."""
-    _refuse_gradients(grads, scale, out)
+    refuse_derivatives(_OP, grads, scale, out)
     found = below(grads, scale, dtype, out=out)
     torch.autograd.graph.increment_version(out)
     return found
-
-
-def _refuse_gradients(*arguments: Any) -> None:
-    if torch.is_grad_enabled() and any_requires_grad(*arguments):
-        raise fail(
-            _OP,
-            "it has no gradient, but a tensor requires grad; call it under torch.no_grad(), or "
-            "pass tensor.detach()",
-        )
 
 
 def _vmap(

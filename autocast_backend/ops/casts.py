@@ -105,8 +105,8 @@ def unscale_cast(
             ``dtype`` no ``torch.dtype``.
         RuntimeError: another dtype; ``scale`` of another dtype or more elements; tensors on other
             devices than ``scale``; one that is not floating; or one that requires grad while
-            gradients are on; ``out`` does not fit, or shares memory with others of ``grads`` or in
-            itself.
+            gradients are on, or has a tangent of forward-mode AD; ``out`` does not fit, or shares
+            memory with others of ``grads`` or in itself.
     """
     _check_tensors("grads", grads)
     if not isinstance(scale, Tensor):
@@ -159,26 +159,30 @@ def multi_cast(
         ValueError: ``dtype`` is not floating; another ``rounding``; ``seed``, ``offset`` or ``out``
             do not go with it.
         RuntimeError: a tensor is sparse, quantized or complex; tensors are on different devices;
-            ``out`` does not fit, shares memory with ``tensors`` or in itself, or a tensor requires
-            grad while gradients are on, with ``out`` or stochastic rounding.
+            ``out`` does not fit, shares memory with ``tensors`` or in itself; with ``out`` or
+            stochastic rounding, a tensor requires grad while gradients are on, or has a tangent of
+            forward-mode AD.
     """
     if out is None and seed is None and isinstance(tensors, (list, tuple)) and len(tensors) == 1:
         # One tensor shares the cost of a call with none. Where a kernel of ours gains less than
-        # that, or cannot be used, it is PyTorch's; but an op of ours while the call is traced.
+        # that, or cannot be used, it is PyTorch's; but an op of ours while the call is traced. A
+        # large one pushes out of the caches what the next call needs: no step more than it must.
         tensor = tensors[0]
         if (
             type(tensor) in _PLAIN
             and tensor.dtype in _METHODS
             and type(dtype) is torch.dtype
             and dtype in _METHODS
-            and (tensor.numel() < 2**20 or (tensor.requires_grad and torch.is_grad_enabled()))
             and tensor.layout is torch.strided
             and not tensor.is_nested
             and rounding == "nearest-even"
             and offset == 0
             and not is_compiling()
         ):
-            return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]
+            if tensor.numel() < 2**20 or (tensor.requires_grad and torch.is_grad_enabled()):
+                return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]
+            if may_skip_autograd():
+                return _below_autograd(tensors, dtype)
     elif (  # The same of a few; a loop over one would be a fifth of its cast.
         out is None
         and seed is None

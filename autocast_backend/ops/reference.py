@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.dispatch import any_requires_grad, any_tangent
 from .schemas import SCHEMAS
 
 _SPARSE = (
@@ -26,6 +27,23 @@ _SPARSE = (
 
 def fail(op: str, message: str) -> RuntimeError:
     return RuntimeError(f"smart_autocast::{op}: {message}")
+
+
+def refuse_derivatives(op: str, *arguments: Any) -> None:
+    """For an op that has none: that nothing requires grad while gradients are on, and nothing has a
+    tangent."""
+    if torch.is_grad_enabled() and any_requires_grad(*arguments):
+        raise fail(
+            op,
+            "it has no gradient, but a tensor requires grad; call it under torch.no_grad(), or "
+            "pass tensor.detach()",
+        )
+    if any_tangent(*arguments):
+        raise fail(
+            op,
+            "it has no derivative, but a tensor has a tangent; pass "
+            "torch.autograd.forward_ad.unpack_dual(tensor).primal",
+        )
 
 
 def check_supported(op: str, argument: str, tensor: Tensor) -> None:

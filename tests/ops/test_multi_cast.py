@@ -243,6 +243,20 @@ def test_few_tensors_are_cast_one_by_one(count: int) -> None:
     assert called.count == 2
 
 
+def test_one_large_tensor_is_one_call_below_autograd() -> None:
+    tensor = sample(f32, 1024, 1024).t()
+    with Called() as called:
+        assert_all_same(multi_cast([tensor], bf16), expected([tensor], bf16))
+        weight = tensor.clone().requires_grad_()
+        with torch.no_grad():
+            assert not multi_cast([weight], bf16)[0].requires_grad
+    assert called.count == 2
+    multi_cast([weight], bf16)[0].sum().backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    hidden = torch.func.grad(lambda x: multi_cast([x], bf16)[0].sum())(tensor)
+    assert torch.equal(hidden, torch.ones_like(tensor))
+
+
 # --- errors
 
 
