@@ -18,8 +18,10 @@ from ._torch.autocast import disable_autocast, wrap_with_autocast
 from ._torch.configs import backward_traced_off
 from ._torch.dynamo import (
     counters,
+    graph_break_errors,
     keep_out_of_packages,
     lookup_backend,
+    pass_through_error,
     timed,
 )
 from ._torch.fake_tensors import fake_inputs
@@ -51,6 +53,14 @@ listeners: list[Callable[[fx.GraphModule, Context], None]] = []
 """Called with each graph once it is lowered, before anything else is done with it."""
 
 
+class NotCompiledError(pass_through_error(), RuntimeError):  # type: ignore[misc]
+    """A graph that cannot be compiled, and that Dynamo would run in Python without the options that
+    change its results. Reaches the user as a `RuntimeError`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
+
+
 @put_right_after_errors()
 def smart_autocast(
     graph_module: fx.GraphModule,
@@ -75,8 +85,26 @@ def smart_autocast(
         OptionValueError, OptionTypeError: before any work, for options that cannot be.
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: the graph's autocast regions do not nest.
+        NotCompiledError: with the option `autocast` or `policies`, errors of fake tensors at which
+            Dynamo would leave the graph to Python.
     """
     parsed = parse_options(options, mode)
+    try:
+        return _compile(graph_module, example_inputs, parsed)
+    except graph_break_errors() as error:
+        given = [name for name in ("autocast", "policies") if getattr(parsed, name)]
+        if not given:
+            raise
+        raise NotCompiledError(
+            f"a graph cannot be compiled: {type(error).__name__}: {error}. Python would run it "
+            f"without the options {given}; leave its code out of what is compiled, or write the "
+            "regions into the code"
+        ) from error
+
+
+def _compile(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
+) -> Callable[..., Any]:
     keep_out_of_packages(graph_module)
     now = AutocastState.current()
     context = Context(

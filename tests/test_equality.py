@@ -310,6 +310,34 @@ def test_the_option_autocast_and_values_read_from_tensors() -> None:
         assert_same_bits(compiled(x, torch.tensor(3)), (x * 3).bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"autocast": BF16}, torch.bfloat16),
+        ({"autocast": BF16, "policies": {"op": {"aten::softmax": "fp32"}}}, torch.float32),
+    ],
+    ids=["autocast", "policies"],
+)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_options_that_change_results_and_numbers_that_change(
+    options: dict[str, Any], dtype: torch.dtype, dynamic: bool | None
+) -> None:
+    """A float that is an input of the graph is read by `item()`, which raises on a copy of it; at
+    that error Dynamo left the graph to Python, without these options."""
+
+    def function(x: torch.Tensor, k: float) -> torch.Tensor:
+        return torch.softmax((x @ x) * k, -1)
+
+    x = torch.randn(4, 4)
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", **options}
+    compiled = torch.compile(function, backend="smart_autocast", dynamic=dynamic, options=options)
+    for k in (0.3, 0.5, 0.7):
+        low = x.bfloat16()
+        expected = torch.softmax(((low @ low) * k).to(dtype), -1)
+        assert_same_bits(compiled(x, k), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Convolutional", "Attention", "Checkpointed", "InPlaceAndViews"])
 def test_close_with_inductor(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -88,6 +89,19 @@ def test_nothing_is_compiled_before_the_options_are_checked() -> None:
 
     with pytest.raises(ValueError, match="unknown option"):
         compile_with({"inner": never, "unknown": 1})
+
+
+def test_a_graph_is_not_left_to_python_without_the_options_that_change_it() -> None:
+    """Dynamo takes errors of fake tensors in a backend for a graph break."""
+
+    def inner(*_: Any) -> Any:
+        raise torch._subclasses.fake_tensor.DataDependentOutputException(torch.ops.aten.item)
+
+    for given in ({"autocast": BF16}, {"policies": {"op": {"aten::sin": "fp32"}}}):
+        words = re.escape(f"without the options {list(given)}")
+        with pytest.raises(RuntimeError, match=words):
+            compile_with({"inner": inner, **given})
+    assert torch.equal(compile_with({"inner": inner}), torch.ones(2).sin())
 
 
 def test_every_option_is_documented_where_it_is_declared() -> None:

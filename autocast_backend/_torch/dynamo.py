@@ -24,6 +24,13 @@ def pass_through_error() -> type[Exception]:
     return ShortenTraceback
 
 
+def graph_break_errors() -> tuple[type[Exception], ...]:
+    """What a backend raises where Dynamo does not fail, but leaves the graph's code to Python."""
+    from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+
+    return exceptions_allowed_to_be_fallback
+
+
 def lookup_backend(name: str) -> Callable[..., Any]:
     """The registered Dynamo backend `name`; there is no public lookup."""
     from torch._dynamo.backends.registry import lookup_backend

@@ -34,6 +34,8 @@ from .planning import refusal
 if TYPE_CHECKING:
     from .lower import Context
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Set `meta["example_value"]` of every node to its value under `context.ambient` and
@@ -142,6 +144,10 @@ class _Run:
     ) -> None:
         """Note the value of a call under autocast, and then the one an override gives it."""
         overrider = self._overrider
+        symbol = node.meta.get("example_value")
+        if isinstance(symbol, _SYMBOLS):  # a size, or `item()`, which would raise or make a new one
+            values[node] = symbol
+            return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         try:
             # A module names a call only if autocast treats it, which its value tells.
@@ -176,11 +182,11 @@ class _Run:
 
 
 def _note(node: fx.Node, values: dict[fx.Node, Any]) -> None:
-    """Write down the value of a node. Symbols stay those of the trace: running `item()` again would
-    make new ones, and so would what has as many elements as data says."""
+    """Write down the value of a node. Symbols stay those of the trace: what has as many elements as
+    data says would make new ones."""
     if node.meta.get("unbacked_bindings"):
         values[node] = tree_map(like, node.meta.get("example_value"), values[node])
-    if isinstance(values[node], (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(values[node], _SYMBOLS):
         values[node] = node.meta.get("example_value", values[node])
     elif "example_value" in node.meta:
         node.meta["example_value"] = values[node]
