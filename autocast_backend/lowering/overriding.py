@@ -19,8 +19,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .._torch.dynamo import is_higher_order_op
 from ..policies.overrides import Override, Overrides, PolicyError
-from ..regions import Placement, source_line
+from ..regions import Placement, find_regions, is_region_node, source_line
 from ..validation.compare import Failed, observe
 from . import recipes
 from .planning import Candidate, Overridden, touches_tensors
@@ -44,10 +45,14 @@ class Overrider:
     first: Override | None = None
     _treated: dict[str, bool] = field(default_factory=dict)
 
-    def forces(self, node: fx.Node) -> bool:
-        """Whether a call gets another policy whatever autocast does to it."""
-        override = self.overrides.of(node)
-        return override is not None and override.key == "op" and override.policy is not None
+    def forces(self, node: fx.Node, placement: Placement) -> bool:
+        """Whether an override decides about a call without a look at what autocast makes of it,
+        which may be an error: of a `cat` of another lower precision than the region's, say."""
+        override = self.overrides.of(node) if placement.state.enabled_devices else None
+        if override is None:
+            return False
+        by_name = override.key == "op" and override.policy is not None
+        return by_name or recipes.build(node, placement.state) is not None
 
     def decide(
         self, node: fx.Node, placement: Placement, grad: bool, fake_mode: Any, refused: str | None
@@ -64,11 +69,8 @@ class Overrider:
         Raises:
             PolicyError: the call cannot be made as the override asks.
         """
-        override = self.overrides.of(node) if placement.state.enabled_devices else None
-        if override is None or looks_mutating(node):
-            return None
         candidate = Candidate(node, 0, placement, grad, refused=refused)
-        if not self.forces(node) and not treats(candidate, fake_mode, self.validate, self._treated):
+        if (override := self._named(candidate, fake_mode)) is None:
             return None
         state = override.state(placement.state)
         recipe = None
@@ -84,6 +86,49 @@ class Overrider:
         self.calls[node] = Overridden(state, recipe)
         self.first = self.first or override
         return self.calls[node]
+
+    def check_bodies(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        placement: Placement,
+        grad: bool,
+        fake_mode: Any,
+    ) -> None:
+        """Refuse overrides of calls in bodies that are not looked into, of a higher-order op in
+        `module`, unless the op itself has the same.
+
+        Raises:
+            PolicyError: an override names a call in a body.
+        """
+        whole = self.overrides.of(node)
+        for argument in node.all_input_nodes:
+            name = str(argument.target) if argument.op == "get_attr" else ""
+            if not isinstance(body := getattr(module, name, None), fx.GraphModule):
+                continue
+            placements = find_regions(body.graph, placement)
+            for call in body.graph.nodes:
+                if not call.op.startswith("call_") or is_region_node(call):
+                    continue
+                if is_higher_order_op(call.target):
+                    self.check_bodies(body, call, placements[call], grad, fake_mode)
+                    continue
+                candidate = Candidate(call, 0, placements[call], grad)
+                named = self._named(candidate, fake_mode)
+                if named not in (None, whole):
+                    raise PolicyError(
+                        f"{named}: {call_name(call)} cannot be changed: it stands in a body of "
+                        f"the higher-order op {node.target}, which is not looked into"
+                    )
+
+    def _named(self, c: Candidate, fake_mode: Any) -> Override | None:
+        override = self.overrides.of(c.node) if c.placement.state.enabled_devices else None
+        if override is None or looks_mutating(c.node):
+            return None
+        named = self.forces(c.node, c.placement) or treats(
+            c, fake_mode, self.validate, self._treated
+        )
+        return override if named else None
 
 
 def _check_off(override: Override, c: Candidate) -> None:

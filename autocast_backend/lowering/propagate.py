@@ -21,6 +21,7 @@ from .._torch.autocast import disable_autocast
 from .._torch.dynamo import (
     functorch_levels_restored,
     is_functorch_transform,
+    is_higher_order_op,
     is_set_grad_enabled,
 )
 from .._torch.fake_tensors import fake_mode_of, like, observing
@@ -121,6 +122,10 @@ class _Run:
             else:
                 if str(node.target) in APART:
                     node.meta[STALE] = True  # its bodies are not run here
+                if is_higher_order_op(node.target):
+                    self._overrider.check_bodies(
+                        module, node, placements[node], recorded and grad, self._fake_mode
+                    )
                 transforms += is_functorch_transform(node.target)
                 refused = refusal(node, bool(inside or transforms))
                 records = recorded and grad
@@ -151,7 +156,7 @@ class _Run:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         try:
             # A module names a call only if autocast treats it, which its value tells.
-            if not overrider.forces(node):
+            if not overrider.forces(node, placement):
                 with placement.state.applied():
                     values[node] = recipes.run(node.target, args, kwargs)
                 _note(node, values)

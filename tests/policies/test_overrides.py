@@ -437,3 +437,46 @@ def test_what_is_not_looked_into_can_be_in_another_state() -> None:
         )
         enters = [n.args[1] for n in graph.graph.nodes if "_enter_autocast" in str(n.target)]
         assert set(enters) == {torch.float16} or targets(graph).count(TO_FP16) == 2
+
+
+def test_a_call_in_a_body_that_is_not_looked_into() -> None:
+    """It would follow autocast, and nobody would know."""
+    model = nn.Sequential(nn.Linear(8, 8))
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.cond(x.sum() > 0, model, lambda v: v.bfloat16(), (x,))
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        def step(i: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.autocast(**BF16):
+                return i + 1, F.linear(v, model[0].weight.detach()).float()
+
+        start = (torch.tensor(0), x)
+        return torch._higher_order_ops.while_loop(lambda i, v: i < 3, step, start)[1]
+
+    x = torch.randn(4, 8)
+    for function in (branches, loop):
+        for asked in ("fp32", "off", {"dtype": torch.float16}):
+            with pytest.raises(ValueError, match=r"call of linear .*a body of the higher-order op"):
+                lowered({"op": {"aten::linear": asked}}, function, x)
+        assert lowered({"op": {"aten::softmax": "fp32"}}, function, x) == lowered({}, function, x)
+    with pytest.raises(ValueError, match=r"module '0' .*a body of the higher-order op cond"):
+        lowered({"module": {"0": "fp32"}}, branches, x)
+
+
+def test_an_override_of_a_call_that_autocast_refuses() -> None:
+    """Autocast to float16 raises at a `cat` of bfloat16; the override asks for another state."""
+    weight = torch.randn(8, 8)
+
+    class Outer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(**FP16):
+                return torch.cat([F.linear(x, weight), x])
+
+    for asked in ({"op": {"aten::linear": {"dtype": torch.bfloat16}}}, {"module": {}}):
+        asked = {**asked, "module": {"**": {"dtype": torch.bfloat16}}}
+        x = torch.randn(4, 8)
+        with torch.autocast(**BF16):
+            expected = torch.cat([F.linear(x, weight), x])
+        assert_same_bits(compile_model(Outer(), asked)(x), expected)
