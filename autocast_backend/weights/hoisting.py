@@ -17,7 +17,7 @@ the same version.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,8 @@ class Hoisted:
         grads: whether autograd records the cast, for each of `weights`.
         static: whether it is a parameter or a buffer, for each of `weights`. A leaf that requires
             grad and is neither may be an activation, which the next call has other values in.
+        read_first: which arguments of the original graph get a gradient through their cast, and
+            another one from a call before the first that reads the cast.
     """
 
     graph_module: fx.GraphModule
@@ -76,6 +78,7 @@ class Hoisted:
     dtypes: tuple[torch.dtype, ...]
     grads: tuple[bool, ...]
     static: tuple[bool, ...]
+    read_first: tuple[int, ...]
 
 
 def weight_casts(
@@ -92,7 +95,7 @@ def weight_casts(
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     written = [v for n, v in zip(placeholders, inputs, strict=True) if _is_written(n, v)]
     for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
-        casts = [user for user in node.users if _is_lowering_cast(user)]
+        casts = [reader for reader in _readers(node) if _is_lowering_cast(reader)]
         if not casts or not _is_weight(node, value):
             continue
         reason = _why_not(value, written) or _why_not_with_grad(node, casts)
@@ -123,6 +126,7 @@ def hoist(
         casts: as `weight_casts` found them.
     """
     names = {cast.name: i for cast, i in casts.items()}
+    read_first = _read_first(graph_module, casts)
     module = copy_graph(graph_module)
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
@@ -163,7 +167,23 @@ def hoist(
         dtypes=tuple(v.dtype for v in values),
         grads=tuple(v.requires_grad for v in values),
         static=tuple(_is_static(placeholders[i], inputs[i]) for i in weights),
+        read_first=read_first,
     )
+
+
+def _read_first(graph_module: fx.GraphModule, casts: dict[fx.Node, int]) -> tuple[int, ...]:
+    """As in `Hoisted`: a tied embedding, looked up first and the output layer's weight then."""
+    places = {node: place for place, node in enumerate(graph_module.graph.nodes)}
+    found = set()
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for cast, i in casts.items():
+        if not cast.meta["example_value"].requires_grad:
+            continue
+        weight, cast_at = placeholders[i], min(places[user] for user in cast.users)
+        others = (r for r in _readers(weight) if r not in casts and places[r] < cast_at)
+        if any(_terms(reader, weight.meta["example_value"]) for reader in others):
+            found.add(i)
+    return tuple(sorted(found))
 
 
 def _in_eagers_order(casts: list[fx.Node]) -> list[fx.Node]:
@@ -220,7 +240,7 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
     weight = node.meta["example_value"]
     if not weight.requires_grad:
         return None
-    others = [user for user in node.users if user not in casts]
+    others = [reader for reader in _readers(node) if reader not in casts]
     if not others:
         return None
     terms = sum(cast.meta["example_value"].requires_grad for cast in casts)
@@ -229,6 +249,17 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
     ):
         return "read without a cast, too, its gradients would add up in another order"
     return None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The calls that read a tensor. One that returns it as it is - `w.float()` of a float32 `w` -
+    stands for those that read its result."""
+    value = node.meta.get("example_value")
+    for user in node.users:
+        if value is not None and user.meta.get("example_value") is value:
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _terms(reader: fx.Node, weight: torch.Tensor) -> int:

@@ -123,6 +123,7 @@ class _Outside:
     def __init__(self, hoisted: Hoisted, weights: Weights, code: Callable[..., Any]) -> None:
         self._kept = hoisted.kept
         self._positions = hoisted.weights
+        self._read_first = hoisted.read_first
         self._weights = weights
         self._code = code
 
@@ -130,8 +131,14 @@ class _Outside:
         return self.in_scope(self._weights.scope(), args)
 
     def in_scope(self, scope: Scope | None, args: Sequence[Any]) -> Any:
+        given = list(args)
+        for i in self._read_first:
+            # Autograd runs older nodes later. In eager mode this read is older than the cast, and
+            # with several calls in the scope, three gradients meet: their order counts.
+            with torch.enable_grad():  # the graph may switch autograd on itself
+                given[i] = torch.ops.aten.alias.default(args[i])
         casts = self._weights.casts([args[i] for i in self._positions], scope)
-        return self._code(*[args[i] for i in self._kept], *casts)
+        return self._code(*[given[i] for i in self._kept], *casts)
 
 
 def _inside(code: Callable[..., Any]) -> InScope:

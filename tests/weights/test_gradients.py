@@ -238,6 +238,58 @@ def test_a_weight_that_is_read_without_a_cast_too() -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
 
 
+@pytest.mark.parametrize("lookup_first", [True, False])
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_a_weight_that_several_calls_read_without_a_cast_too(
+    lookup_first: bool, lifetime: str
+) -> None:
+    """A tied embedding in three calls before one backward: one gradient from each lookup, and one
+    from the cast, in the place of the order that the first call gives it."""
+
+    def function(w: torch.Tensor, i: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if not lookup_first:
+            x = nn.functional.linear(x, w).float().mean(-1, keepdim=True)
+        found = nn.functional.embedding(i, w).sin()
+        return nn.functional.linear((found * x).tanh(), w) if lookup_first else found * x
+
+    def run(**arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        w, rows = nn.Parameter(data(50, 16)), torch.arange(60)
+        compiled = torch.compile(function, **arguments)
+        with bf16():
+            loss = sum(
+                compiled(w, (rows + call) % 50, data(3, 60, 16)[call]).float().square().mean()
+                for call in range(3)
+            )
+        loss.backward()  # type: ignore[union-attr]
+        assert w.grad is not None
+        return w.grad
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours(weight_cache=lifetime)), expected)) == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("same", [lambda w: w.float(), lambda w: w.to(w.dtype).contiguous()])
+def test_a_weight_that_a_call_returns_as_it_is(same: Any, frozen: bool) -> None:
+    """The router of a mixture of experts asks for a float32 weight in float32, and autocast casts
+    that."""
+
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        x, w = data(3, 8, 16).requires_grad_(), nn.Parameter(data(5, 16), requires_grad=not frozen)
+        compiled = torch.compile(
+            lambda x, w: nn.functional.linear(x, same(w)).float().softmax(-1), **arguments
+        )
+        with bf16():
+            loss = sum((compiled(part, w) * data(8, 5)).square().mean() for part in x)
+        loss.backward()  # type: ignore[union-attr]
+        return [x.grad, w.grad]
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
+
+
 @pytest.mark.parametrize("read", [lambda w: w @ w, nn.functional.normalize])
 def test_a_weight_that_one_call_reads_twice_without_a_cast(read: Any) -> None:
     """Two gradients from one call, and one from the cast: a sum that depends on their order."""
