@@ -26,7 +26,7 @@ assert (stats.overflows, stats.underflows) == (1, 1)
 @pytest.mark.slow
 def test_the_programs_run() -> None:
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(programs) == 5
+    assert len(programs) == 6
     # One fresh process: the first program must find the backend without an import of ours.
     command = [sys.executable, "-c", "\n".join([*programs, CHECKS])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
