@@ -12,6 +12,19 @@ from torch.utils import _pytree as pytree
 from ._torch.export import same_calling_convention
 
 
+def check_graph_module(graph_module: object) -> None:
+    """Refuse an argument that is no graph.
+
+    Raises:
+        TypeError: it is no `fx.GraphModule`.
+    """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(
+            "graph_module: expected a torch.fx.GraphModule, such as Dynamo gives a backend; "
+            f"got {type(graph_module).__name__}"
+        )
+
+
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with nodes of its own, bodies of higher-order ops included, that shares parameters and
     metadata values.

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from .._torch.autocast import wrap_with_autocast
+from ..graphs import check_graph_module
 from ..graphs import copy_graph as copy_graph
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
@@ -49,11 +50,7 @@ def lower_autocast(
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
     """
-    if not isinstance(graph_module, fx.GraphModule):
-        raise TypeError(
-            "graph_module: expected a torch.fx.GraphModule, such as Dynamo gives a backend; "
-            f"got {type(graph_module).__name__}"
-        )
+    check_graph_module(graph_module)
     overrides = bind(parse_overrides("policies", policies), graph_module)
     flat, _ = hops_to_regions(graph_module)
     lower_flat(flat, Context(ambient=AutocastState.of(ambient), overrides=overrides))

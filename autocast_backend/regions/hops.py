@@ -12,7 +12,7 @@ from torch import fx
 from torch.export.graph_signature import ExportGraphSignature
 
 from .._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
-from ..graphs import copy_graph, drop_unused_bodies, free_name, get_attribute
+from ..graphs import check_graph_module, copy_graph, drop_unused_bodies, free_name, get_attribute
 from ..state import AutocastState
 from .placement import Placement, find_regions, is_region_node
 from .signature import with_outputs_of
@@ -45,8 +45,10 @@ def regions_to_hops(
         A new graph, and its signature, in which outputs that are now called otherwise are renamed.
 
     Raises:
+        TypeError: `graph_module` is no graph.
         RegionError: an exit without its enter, crossing pairs, or an enter without its exit.
     """
+    check_graph_module(graph_module)
     copy = copy_graph(graph_module)
     _check(copy)
     _wrap(copy, _Known.of(outside))

@@ -10,7 +10,7 @@ from torch import fx
 from torch.export.graph_signature import ExportGraphSignature
 
 from .._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
-from ..graphs import copy_graph, drop_unused_bodies, free_name, get_attribute
+from ..graphs import check_graph_module, copy_graph, drop_unused_bodies, free_name, get_attribute
 from .placement import RegionError, where
 from .signature import with_outputs_of
 
@@ -34,9 +34,11 @@ def hops_to_regions(
         A new graph, and its signature, in which outputs that are now called otherwise are renamed.
 
     Raises:
+        TypeError: `graph_module` is no graph.
         RegionError: a call that is not `wrap_with_autocast(device_type, dtype, enabled,
             cache_enabled, body, *operands)` with one operand for each input of its body.
     """
+    check_graph_module(graph_module)
     copy = copy_graph(graph_module)
     _inline(copy)
     return copy, with_outputs_of(copy, signature)

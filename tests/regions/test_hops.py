@@ -407,3 +407,9 @@ def test_an_operand_too_few_is_refused() -> None:
     call.args = call.args[:-1]
     with pytest.raises(RegionError, match=r"one operand for each of the body's 3 inputs; got 2"):
         hops_to_regions(program.graph_module)
+
+
+@pytest.mark.parametrize("convert", [hops_to_regions, regions_to_hops])
+def test_what_is_no_graph_is_refused(convert: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"graph_module: expected a .*GraphModule.*; got Exported"):
+        convert(export(one))
