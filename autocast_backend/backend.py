@@ -275,7 +275,7 @@ def _tell(graph_module: fx.GraphModule, context: Context) -> None:
     counted["lowered"] += report.lowered
     counted["untouched"] += report.untouched
     counted["bracketed"] += len(report.bracketed)
-    counted["overridden"] += report.overridden
+    counted["overridden"] += len(report.overridden)
     counted["casts"] += report.casts
     counted["checked"] += report.checked
     log.info("under %s: %s", context.ambient, report)

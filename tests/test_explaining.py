@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import re
 import subprocess
@@ -56,6 +57,17 @@ def test_every_cast_is_in_the_line_that_it_is_made_for() -> None:
     assert "self.head.weight: float32 -> bfloat16, outside of the graph" in text
     assert "getitem ->" not in text  # autocast has nothing to do with it
     assert report.to_html().count("<tr class=") == 3
+
+
+def test_a_call_with_another_policy_names_the_entry_that_asked_for_it() -> None:
+    for asked, words in (("fp32", "(fp32)"), ("off", "(off)")):
+        with torch.autocast(**BF16):
+            report = explain(Model(), policies={"module": {"head": asked}})(torch.randn(3, 4))
+        (graph,) = report.graphs
+        entry = f"option 'policies': module 'head' {words}"
+        assert graph.summary.overridden == {"y": entry}
+        assert f"linear -> float32\n    {entry}\n" in f"{report}\n"
+        assert f"<code>y: {html.escape(entry)}</code>" in report.to_html()
 
 
 def test_without_autocast_the_report_says_so() -> None:

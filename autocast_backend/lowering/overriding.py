@@ -83,7 +83,7 @@ class Overrider:
             _check(override, candidate, recipe, fake_mode)
         elif override.off and refused is None:
             _check_off(override, candidate)
-        self.calls[node] = Overridden(state, recipe)
+        self.calls[node] = Overridden(state, recipe, str(override))
         self.first = self.first or override
         return self.calls[node]
 

@@ -76,10 +76,12 @@ class Overridden:
     Attributes:
         state: the autocast state it is lowered for.
         recipe: the casts it gets, whatever autocast would do; None: what autocast does in `state`.
+        asked: the entry of the option, for reports.
     """
 
     state: AutocastState
     recipe: Recipe | None
+    asked: str = ""
 
 
 def plan_graph(

@@ -55,7 +55,7 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
             copies = [_copy(value) for value in inputs]
             outside = Placement(context.ambient, None)
             run.graph(graph_module, copies, outside, torch.is_grad_enabled())
-        context.report.overridden = len(context.overridden)
+        context.report.overridden = {n.name: o.asked for n, o in context.overridden.items()}
     return graph_module
 
 

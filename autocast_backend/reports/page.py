@@ -28,7 +28,7 @@ code {{ white-space: pre-wrap; }}
 
 _SECTION = """<h2>{title}</h2>
 <p>{summary}</p>
-{kept}{weights}<table>
+{kept}{asked}{weights}<table>
 <tr><th>call</th><th>of</th><th>arguments</th><th>results</th><th>casts</th><th>autocast</th>
 <th>line</th></tr>
 {rows}
@@ -48,6 +48,7 @@ def _section(graph: GraphReport) -> str:
         title=html.escape(graph.title),
         summary=html.escape(str(graph.summary)),
         kept=_list("Stays under autocast", graph.summary.bracketed),
+        asked=_list("Other policies", (f"{n}: {o}" for n, o in graph.summary.overridden.items())),
         weights=_list("Casts of weights", graph.summary.weights),
         rows="\n".join(map(_row, graph.rows)),
     )

@@ -66,8 +66,9 @@ class Report:
         lowered: nodes whose policy became smart casts.
         untouched: nodes inside a region that autocast leaves alone.
         bracketed: nodes that stay under real autocast.
-        overridden: nodes that the option `policies` names and autocast would treat otherwise; most
-            are among the lowered ones, those that are "off" are in no other count.
+        overridden: nodes that the option `policies` names and autocast would treat otherwise, and
+            the entry that names each; most are among the lowered ones, those that are "off" are in
+            no other count.
         casts: smart cast nodes added (weights shared by several readers count once).
         weights: the casts of weights among them, and where each is made.
         opaque: custom ops without an autocast rule, and the state that they stand under.
@@ -80,7 +81,7 @@ class Report:
     lowered: int = 0
     untouched: int = 0
     bracketed: list[Bracketed] = field(default_factory=list)
-    overridden: int = 0
+    overridden: dict[str, str] = field(default_factory=dict)
     casts: int = 0
     weights: list[WeightCast] = field(default_factory=list)
     opaque: dict[OpOverload, AutocastState] = field(default_factory=dict)
@@ -111,5 +112,5 @@ class Report:
             f"{self.lowered} nodes lowered, {self.untouched} untouched, "
             f"{len(self.bracketed)} bracketed; {self.casts} casts, "
             f"{sum(w.inside is None for w in self.weights)} of weights that may leave the graph"
-            + (f"; {self.overridden} calls overridden" if self.overridden else "")
+            + (f"; {len(self.overridden)} calls overridden" if self.overridden else "")
         )

@@ -84,14 +84,17 @@ class GraphReport:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        """The calls that autocast has to do with, and the casts that they get."""
+        """The calls that autocast or the option `policies` has to do with, and the casts that they
+        get."""
         reasons = {b.node: b.reason for b in self.summary.bracketed}
         places = {(w.weight, _short(w.dtype)): w.place for w in self.summary.weights}
         lines = [f"{self.title}: {self.summary}"]
         for row in self.rows:
-            if not row.casts and not row.under:
+            asked = self.summary.overridden.get(row.name)
+            if not row.casts and not row.under and not asked:
                 continue
             lines.append(f"  {row.place}  {row.call} -> {', '.join(row.results)}")
+            lines += [f"    {asked}"] if asked else []
             if row.under:
                 lines.append(f"    stays under {row.under}: {reasons.get(row.name, 'as its body')}")
             for cast in row.casts:
