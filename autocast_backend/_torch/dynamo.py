@@ -150,6 +150,15 @@ def compiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
     return dict(output.local_scope), dict(output.global_scope)
 
 
+def left_to_python(module: torch.nn.Module) -> str | None:
+    """Why Dynamo does not compile the calls of a module, if it says so beforehand."""
+    if isinstance(module, torch.nn.RNNBase) and not torch._dynamo.config.allow_rnn:
+        return "torch._dynamo.config.allow_rnn is False"
+    if getattr(module.forward, "_torchdynamo_disable", False):
+        return "of torch.compiler.disable"
+    return None
+
+
 def keep_out_of_packages(graph_module: fx.GraphModule) -> None:
     """Have every process compile a graph again, with `torch._dynamo.config.caching_precompile` too.
 

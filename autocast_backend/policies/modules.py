@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .._torch.dynamo import compiled_frame
+from .._torch.dynamo import compiled_frame, left_to_python
 from .overrides import Name, Overrides, PolicyError, module_stack, parse_name
 
 
@@ -23,14 +23,21 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
     larger.
 
     Raises:
-        PolicyError: a pattern matches no module, with near names; or a module has another name here
-            than in the model, so that nobody can tell which patterns match it.
+        PolicyError: a pattern matches no module, with near names; a module has another name here
+            than in the model, so that nobody can tell which patterns match it; or one that is named
+            is not compiled.
     """
     if not overrides.modules:
         return overrides
     entries = [entry for node in _nodes(graph_module) for entry in module_stack(node)]
     frame = compiled_frame()
-    names = _within_reach(frame, [path for _, path in entries]) if frame else {}
+    roots = _within_reach(frame, [path for _, path in entries]) if frame else {}
+    names: dict[str, set[Name]] = {}
+    for path, root in roots.items():
+        for name, module in root.named_modules(remove_duplicate=False):
+            below = tuple(filter(None, name.split(".")))
+            names.setdefault(str(id(module)), set()).add(parse_name(path) + below)
+            _check_compiled(overrides, parse_name(path) + below, module)
     for identity, path in entries:
         names.setdefault(identity, set()).add(parse_name(path))
     if names or not frame:
@@ -46,9 +53,8 @@ def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
 
 def _within_reach(
     frame: tuple[dict[str, Any], dict[str, Any]], paths: list[str]
-) -> dict[str, set[Name]]:
-    """Identity -> names of all modules in a function's local variables, and below what `paths`
-    begin with."""
+) -> dict[str, nn.Module]:
+    """The modules in a function's local variables, and those that `paths` begin with, by path."""
     local, scope = frame
     variables = {f"L['{n}']": v for n, v in local.items() if isinstance(v, nn.Module)}
     found = dict(variables)
@@ -56,20 +62,32 @@ def _within_reach(
         module = None if path.startswith(tuple(found)) else _resolve(path, local, scope)
         if isinstance(module, nn.Module):
             found[path] = module
-    names: dict[str, set[Name]] = {}
+    roots: dict[str, nn.Module] = {}
     for path, root in found.items():
         whole = next((p for p, m in found.items() if m is not root and root in m.modules()), None)
         if path not in variables or whole is None:
-            for name, module in root.named_modules(remove_duplicate=False):
-                below = tuple(filter(None, name.split(".")))
-                names.setdefault(str(id(module)), set()).add(parse_name(path) + below)
+            roots[path] = root
         elif any(used.startswith(path) for used in paths):
             raise PolicyError(
                 f"option 'policies': after a graph break, a part of {whole} is reached as {path}. "
                 "Other parts may run the same compiled code, so no pattern can tell them apart. "
                 "Compile with fullgraph=True, or compile the parts with options of their own"
             )
-    return names
+    return roots
+
+
+def _check_compiled(overrides: Overrides, name: Name, module: nn.Module) -> None:
+    """Refuse an override of a module, or of one inside it, whose calls Dynamo leaves to Python."""
+    why = left_to_python(module)
+    if why is None:
+        return
+    for inner, _ in module.named_modules(remove_duplicate=False):
+        below = tuple(filter(None, inner.split(".")))
+        if (override := overrides.of_module(name + below)) is not None:
+            raise PolicyError(
+                f"{override} names {'.'.join(name + below)!r}, whose calls Dynamo does not "
+                f"compile, because {why}; they would run as in eager mode"
+            )
 
 
 def _resolve(path: str, local: dict[str, Any], scope: dict[str, Any]) -> Any:

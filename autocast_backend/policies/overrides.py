@@ -111,6 +111,14 @@ class Overrides:
                 yield tuple(name[:end] for name in names if name[:end] not in around)
         yield ((),)
 
+    def of_module(self, name: Name) -> Override | None:
+        """The override that names the calls in a module, where no module inside has its own."""
+        for end in range(len(name), -1, -1):
+            for override in reversed(self.modules):
+                if _matches(tuple(override.pattern.split(".")), name[:end]):
+                    return override
+        return None
+
     def check_modules(self, known: Iterable[Name]) -> None:
         """Refuse patterns that match no module.
 

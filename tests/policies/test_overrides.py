@@ -480,3 +480,35 @@ def test_an_override_of_a_call_that_autocast_refuses() -> None:
         with torch.autocast(**BF16):
             expected = torch.cat([F.linear(x, weight), x])
         assert_same_bits(compile_model(Outer(), asked)(x), expected)
+
+
+def test_a_module_that_is_not_compiled() -> None:
+    """Its calls stand in no graph: they would follow autocast, and nobody would know."""
+
+    class Disabled(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x)
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.first, self.rest = nn.Linear(8, 8), Around(inner)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.rest(self.first(x))
+
+    x = torch.randn(4, 8)
+    for inner, why in ((nn.LSTM(8, 8), "allow_rnn"), (Disabled(8, 8), "torch.compiler.disable")):
+        for pattern in ("rest.inner", "rest", "**"):
+            with pytest.raises(ValueError, match=rf"names 'rest.inner', .* because .*{why}"):
+                compile_model(Outer(inner), {"module": {pattern: "fp32"}})(x)
+        compile_model(Outer(inner), {"module": {"first": "fp32"}})(x)
