@@ -44,4 +44,4 @@ class BackwardAutocastWarning(UserWarning):
 
 
 class BackwardAutocastError(BackwardError):
-    """The same, where `on_backward_autocast_mismatch="error"`."""
+    """What `BackwardAutocastWarning` warns of, where `on_backward_autocast_mismatch="error"`."""

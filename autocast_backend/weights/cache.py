@@ -25,7 +25,8 @@ class WeightCacheInfo(NamedTuple):
 
     Attributes:
         entries: casts that are kept at this moment.
-        bytes: the memory they occupy, and that which is kept for later ones because of CUDA graphs.
+        bytes: the memory they occupy, and that which is kept for later ones: on the CPU, of casts
+            made without gradients, and where CUDA graphs read them.
         hits: how often a call of a compiled graph found the cast of a weight it needs.
         misses: how often it did not.
         casts: casts made outside of graphs. The misses beyond them are calls that ran a graph with
