@@ -57,7 +57,7 @@ class Hoisted:
     """A graph whose weights are cast outside of it.
 
     Attributes:
-        graph_module: takes the arguments of `kept`, then the casts.
+        graph_module: takes the arguments of `kept`, of `older` and of `newer`, then the casts.
         inputs: fake inputs of it.
         arguments: fake inputs of the original graph.
         kept: which arguments of the original graph it takes.
@@ -66,8 +66,10 @@ class Hoisted:
         grads: whether autograd records the cast, for each of `weights`.
         static: whether it is a parameter or a buffer, for each of `weights`. A leaf that requires
             grad and is neither may be an activation, which the next call has other values in.
-        read_first: which arguments of the original graph get a gradient through their cast, and
-            another one from a call before the first that reads the cast.
+        older: which arguments of the original graph get a gradient through their cast, and another
+            one from a call before the first that reads the cast; once for each such call. They
+            are taken, again, after those of `kept`.
+        newer: the same for later calls, taken after those of `older`.
     """
 
     graph_module: fx.GraphModule
@@ -78,7 +80,8 @@ class Hoisted:
     dtypes: tuple[torch.dtype, ...]
     grads: tuple[bool, ...]
     static: tuple[bool, ...]
-    read_first: tuple[int, ...]
+    older: tuple[int, ...]
+    newer: tuple[int, ...]
 
 
 def weight_casts(
@@ -126,12 +129,23 @@ def hoist(
         casts: as `weight_casts` found them.
     """
     names = {cast.name: i for cast, i in casts.items()}
-    read_first = _read_first(graph_module, casts)
+    older, newer = _reads_with_gradient(graph_module, casts)
     module = copy_graph(graph_module)
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     fakes = fake_inputs(inputs)
     last = placeholders[-1]
+    named = {node.name: node for node in graph.nodes}
+    for name, i in older + newer:
+        weight = placeholders[i].meta["example_value"]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{placeholders[i].name}_of_{name}")
+        last.meta = {k: v for k, v in placeholders[i].meta.items() if k in _META_OF_INPUTS}
+        last._dynamo_source = None
+        reader = named[name]
+        for source in reader.all_input_nodes:
+            if source.meta.get("example_value") is weight:
+                reader.replace_input_with(source, last)
     weights: list[int] = []
     values: list[Any] = []
     same: dict[tuple[int, torch.dtype], fx.Node] = {}
@@ -160,30 +174,48 @@ def hoist(
     module.recompile()
     return Hoisted(
         graph_module=module,
-        inputs=[fakes[i] for i in kept] + values,
+        inputs=[fakes[i] for i in kept]
+        + [_leaf_like(fakes[i], fakes[i]) for _, i in older + newer]
+        + values,
         arguments=fakes,
         kept=tuple(kept),
         weights=tuple(weights),
         dtypes=tuple(v.dtype for v in values),
         grads=tuple(v.requires_grad for v in values),
         static=tuple(_is_static(placeholders[i], inputs[i]) for i in weights),
-        read_first=read_first,
+        older=tuple(i for _, i in older),
+        newer=tuple(i for _, i in newer),
     )
 
 
-def _read_first(graph_module: fx.GraphModule, casts: dict[fx.Node, int]) -> tuple[int, ...]:
-    """As in `Hoisted`: a tied embedding, looked up first and the output layer's weight then."""
+_META_OF_INPUTS = ("example_value", "tensor_dict")
+
+
+def _reads_with_gradient(
+    graph_module: fx.GraphModule, casts: dict[fx.Node, int]
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """The calls, by name, that read a weight without a cast and give it a gradient, beside a cast
+    that gives it one: those before the first that reads the cast, and those after it. Each gets a
+    node of its own outside of the graph, or the gradients of several would come as one sum."""
     places = {node: place for place, node in enumerate(graph_module.graph.nodes)}
-    found = set()
     placeholders = graph_module.graph.find_nodes(op="placeholder")
+    cast_at: dict[int, int] = {}
     for cast, i in casts.items():
-        if not cast.meta["example_value"].requires_grad:
-            continue
-        weight, cast_at = placeholders[i], min(places[user] for user in cast.users)
-        others = (r for r in _readers(weight) if r not in casts and places[r] < cast_at)
-        if any(_terms(reader, weight.meta["example_value"]) for reader in others):
-            found.add(i)
-    return tuple(sorted(found))
+        if cast.meta["example_value"].requires_grad:
+            first = min(places[user] for user in cast.users)
+            cast_at[i] = min(first, cast_at.get(i, first))
+    reads: list[tuple[int, int, str, int]] = []
+    for i in cast_at:
+        weight = placeholders[i].meta["example_value"]
+        for reader in _readers(placeholders[i]):
+            if reader not in casts and _terms(reader, weight):
+                values = [id(node.meta.get("example_value")) for node in reader.all_input_nodes]
+                # of one call, the last argument's first, as with casts
+                reads.append((places[reader], -values.index(id(weight)), reader.name, i))
+    reads.sort()
+    older = [(name, i) for place, _, name, i in reads if place < cast_at[i]]
+    newer = [(name, i) for place, _, name, i in reads if place >= cast_at[i]]
+    return older, newer
 
 
 def _in_eagers_order(casts: list[fx.Node]) -> list[fx.Node]:
@@ -235,18 +267,16 @@ def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None
 
 
 def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
-    """Gradients from outside of a graph reach the weight as one term each, those from inside as one
-    sum. Of two terms the sum is the same in any order, of more it is not."""
+    """Each call that reads a weight gets it from a node of its own, so that its gradient reaches
+    the weight by itself, as in eager mode. One that reads it twice would hand in a sum."""
     weight = node.meta["example_value"]
     if not weight.requires_grad:
         return None
     others = [reader for reader in _readers(node) if reader not in casts]
     if not others:
         return None
-    terms = sum(cast.meta["example_value"].requires_grad for cast in casts)
-    if any(_hands_on(user, weight) for user in others) or (
-        terms + sum(_terms(user, weight) for user in others) > 2
-    ):
+    recorded = any(cast.meta["example_value"].requires_grad for cast in casts)
+    if any(_hands_on(r, weight) or (recorded and _terms(r, weight) > 1) for r in others):
         return "read without a cast, too, its gradients would add up in another order"
     return None
 

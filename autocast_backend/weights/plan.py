@@ -123,7 +123,7 @@ class _Outside:
     def __init__(self, hoisted: Hoisted, weights: Weights, code: Callable[..., Any]) -> None:
         self._kept = hoisted.kept
         self._positions = hoisted.weights
-        self._read_first = hoisted.read_first
+        self._older, self._newer = hoisted.older, hoisted.newer
         self._weights = weights
         self._code = code
 
@@ -131,14 +131,16 @@ class _Outside:
         return self.in_scope(self._weights.scope(), args)
 
     def in_scope(self, scope: Scope | None, args: Sequence[Any]) -> Any:
-        given = list(args)
-        for i in self._read_first:
-            # Autograd runs older nodes later. In eager mode this read is older than the cast, and
-            # with several calls in the scope, three gradients meet: their order counts.
-            with torch.enable_grad():  # the graph may switch autograd on itself
-                given[i] = torch.ops.aten.alias.default(args[i])
+        # Autograd runs newer nodes first: in this order a weight's gradients are added up.
+        older = [_with_own_node(args[i]) for i in self._older]
         casts = self._weights.casts([args[i] for i in self._positions], scope)
-        return self._code(*[given[i] for i in self._kept], *casts)
+        newer = [_with_own_node(args[i]) for i in self._newer]
+        return self._code(*[args[i] for i in self._kept], *older, *newer, *casts)
+
+
+def _with_own_node(weight: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():  # the graph may switch autograd on itself
+        return torch.ops.aten.alias.default(weight)
 
 
 def _inside(code: Callable[..., Any]) -> InScope:

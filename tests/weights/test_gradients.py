@@ -311,10 +311,10 @@ def test_a_weight_that_one_call_reads_twice_without_a_cast(read: Any) -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 0
 
 
-def test_a_weight_that_is_read_twice_without_a_cast_from_the_second_call_on() -> None:
-    """As T5's table, by two lookups and the output layer. Eager's cast is older then than what the
-    call adds, so its gradient comes last. Known: the day this fails, take it out of
-    docs/weights.md."""
+@pytest.mark.parametrize("together", [False, True])
+def test_a_weight_that_two_calls_read_without_a_cast(together: bool) -> None:
+    """As T5's table, by two lookups and the output layer. From the second call of a scope on,
+    eager's cast is older than what the call adds, and its gradient comes last."""
 
     def function(w: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         found = nn.functional.embedding(i, w) + nn.functional.embedding(j, w).sin()
@@ -322,18 +322,40 @@ def test_a_weight_that_is_read_twice_without_a_cast_from_the_second_call_on() ->
 
     def run(**arguments: Any) -> list[torch.Tensor]:
         torch._dynamo.reset()
-        w, found = data(50, 16).requires_grad_(), []
+        w = data(50, 16).requires_grad_()
+        compiled = torch.compile(function, **arguments)
+
+        def loss(call: int) -> torch.Tensor:
+            found = compiled(w, torch.arange(12) % (7 + call), torch.arange(12) % 5)
+            return found.float().square().mean()
+
+        with bf16():
+            if together:
+                total = loss(0) + loss(1) + loss(2)
+                return list(torch.autograd.grad(total, w))
+            return [torch.autograd.grad(loss(call), w)[0] for call in range(3)]
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
+
+
+def test_a_weight_that_one_call_reads_twice_from_the_second_call_of_a_scope_on() -> None:
+    """Known: the day this fails, take it out of docs/weights.md."""
+
+    def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x @ w + x @ nn.functional.normalize(w)
+
+    def run(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        w, x = data(50, 16).requires_grad_(), data(30, 50)
         compiled = torch.compile(function, **arguments)
         with bf16():
-            for _ in range(2):
-                loss = compiled(w, torch.arange(12) % 7, torch.arange(12) % 5)
-                found += torch.autograd.grad(loss.float().square().mean(), w)
-        return found
+            losses = [compiled(w, x).float().square().mean() for _ in range(2)]
+            return list(torch.autograd.grad(losses[0] + losses[1], w))
 
     expected, actual = run(**EAGER), run(**ours())
-    assert_same_bits(actual[0], expected[0])
-    assert not torch.equal(actual[1], expected[1])
-    torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(actual[0], expected[0])
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-2, atol=1e-2)
 
 
 def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
