@@ -358,6 +358,27 @@ def test_a_weight_that_one_call_reads_twice_from_the_second_call_of_a_scope_on()
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-2, atol=1e-2)
 
 
+def test_a_weight_that_two_calls_read_without_a_cast_after_no_grad() -> None:
+    """Known: the day this fails, take it out of docs/weights.md."""
+
+    def function(w: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.embedding(i, w) + nn.functional.embedding(j, w).sin()
+        return nn.functional.linear(found, w)
+
+    def run(**arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        w, i, j = data(50, 16).requires_grad_(), torch.arange(12) % 7, torch.arange(12) % 5
+        compiled = torch.compile(function, **arguments)
+        with bf16():
+            with torch.no_grad():
+                compiled(w, i, j)
+            return torch.autograd.grad(compiled(w, i, j).float().square().mean(), w)[0]
+
+    expected, actual = run(**EAGER), run(**ours())
+    assert not torch.equal(actual, expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
     """The weight changes between forward and backward; the input's gradient is of the forward."""
     model, x = make(Plain), data(3, 8).requires_grad_()
