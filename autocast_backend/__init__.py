@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .backend import smart_autocast
     from .backward.ambient import BackwardAutocastError, BackwardAutocastWarning, BackwardError
     from .custom_ops import CustomOpWarning
     from .explaining import CastReport, explain
@@ -52,6 +53,7 @@ _HOMES = {
     "cast_with_stats": "ops",
     "multi_cast": "ops",
     "promote": "ops",
+    "smart_autocast": "backend",
     "unscale_cast": "ops",
     "weight_cache_info": "weights",
 }
@@ -76,13 +78,14 @@ __all__ = [
     "lower_autocast",
     "multi_cast",
     "promote",
+    "smart_autocast",
     "unscale_cast",
     "weight_cache_info",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("export", "ops", "regions"):
+    if name in ("backend", "export", "ops", "regions"):
         return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

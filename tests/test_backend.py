@@ -44,6 +44,19 @@ def test_torch_finds_the_backend_without_an_import_of_ours() -> None:
     assert result.stdout == "torch.bfloat16\n", result.stderr
 
 
+def test_the_package_names_the_backend() -> None:
+    # For where the package is on the path, but not installed, so that nothing finds it by its name.
+    import autocast_backend
+
+    assert autocast_backend.smart_autocast is smart_autocast
+    assert autocast_backend.backend.smart_autocast is smart_autocast
+    compiled = torch.compile(
+        lambda x: x @ x, backend=autocast_backend.smart_autocast, options={"inner": "aot_eager"}
+    )
+    with torch.autocast(**BF16):
+        assert compiled(torch.ones(2, 2)).dtype == torch.bfloat16
+
+
 def test_importing_torch_loads_next_to_nothing_of_ours() -> None:
     """Our entry point runs in every process that imports torch."""
     ours = "sorted(m for m in sys.modules if m.startswith('autocast_backend'))"

@@ -156,8 +156,8 @@ def multi_cast(
     Raises:
         TypeError: ``tensors`` or ``out`` is no list or tuple of tensors, or ``dtype`` no
             ``torch.dtype``, or ``seed`` or ``offset`` no int.
-        ValueError: ``dtype`` is not floating; another ``rounding``; ``seed``, ``offset`` or ``out``
-            do not go with it.
+        ValueError: ``dtype`` is not floating, or ``torch.float4_e2m1fn_x2``; another ``rounding``;
+            ``seed``, ``offset`` or ``out`` do not go with it, or are beyond 64 bits.
         RuntimeError: a tensor is sparse, quantized or complex; tensors are on different devices;
             ``out`` does not fit, shares memory with ``tensors`` or in itself; with ``out`` or
             stochastic rounding, a tensor requires grad while gradients are on, or has a tangent of
@@ -197,9 +197,10 @@ def multi_cast(
         return [t.clone() if t.dtype is dtype else method(t) for t in tensors]
     plain = _check_tensors("tensors", tensors) and may_skip_autograd()
     _check_dtype(dtype)
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point or dtype is torch.float4_e2m1fn_x2:  # two numbers in one
         raise ValueError(
-            f"argument 'dtype' must be a floating dtype such as torch.bfloat16, got {dtype}"
+            "argument 'dtype' must be a floating dtype such as torch.bfloat16, one that "
+            f"Tensor.to casts to, got {dtype}"
         )
     if rounding != "nearest-even":
         return _stochastic_cast(tensors, dtype, out, rounding, seed, offset)
@@ -259,6 +260,11 @@ def _stochastic_cast(
                 f"argument '{name}' must be an int for rounding='stochastic', got "
                 f"{type(value).__name__}; the same seed and offset give the same bits"
             )
+        if isinstance(value, int) and not (is_compiling() or -(2**63) <= value < 2**63):
+            raise ValueError(
+                f"argument '{name}' must fit into 64 bits with a sign, got {value}; take it modulo "
+                "2**63"
+            )
     return _ops.stochastic_cast.default(tensors, dtype, seed, offset)
 
 
@@ -286,14 +292,16 @@ def _check_tensors(argument: str, value: object) -> bool:
     """Whether all of them are plain tensors or parameters: no subclass that may hold others."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(
-            f"argument '{argument}' must be a list or tuple of tensors, got {type(value).__name__}"
+            f"argument '{argument}' must be a list or tuple of tensors, got "
+            f"{type(value).__name__}; pass [tensor] for one, list(...) for what is made one by one"
         )
     if _PLAIN.issuperset(map(type, value)):
         return True
     for index, tensor in enumerate(value):
         if not isinstance(tensor, Tensor):
+            remedy = "leave it out" if tensor is None else "make one with torch.as_tensor"
             raise TypeError(
                 f"argument '{argument}[{index}]' must be a torch.Tensor, got "
-                f"{type(tensor).__name__}; make one with torch.as_tensor"
+                f"{type(tensor).__name__}; {remedy}"
             )
     return False

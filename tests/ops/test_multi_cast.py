@@ -264,8 +264,14 @@ def test_errors_of_tensors_and_dtype() -> None:
     tensor = sample(f32, 3)
     with pytest.raises(TypeError, match="'tensors' must be a list or tuple of tensors, got Tensor"):
         multi_cast(tensor, bf16)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"'tensors\[1\]' must be a torch.Tensor, got float"):
+    with pytest.raises(TypeError, match=r"got generator; pass \[tensor\] for one, list\(...\) for"):
+        multi_cast((t for t in [tensor]), bf16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'tensors\[1\]' must be a torch.Tensor, got float; make"):
         multi_cast([tensor, 1.0], bf16)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"'tensors\[0\]' .*, got NoneType; leave it out"):
+        multi_cast([None, tensor], bf16)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"that Tensor.to casts to, got torch.float4"):
+        multi_cast([tensor], torch.float4_e2m1fn_x2)
     with pytest.raises(TypeError, match=r"'dtype' must be a torch.dtype .* got str"):
         multi_cast([tensor], "bfloat16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'dtype' must be a floating dtype .* got torch.int32"):

@@ -287,6 +287,8 @@ def test_errors() -> None:
     refused(ValueError, "'rounding' must be 'nearest-even' or 'stochastic'", tensor, rounding="up")
     refused(TypeError, "'seed' must be an int .* got NoneType", tensor, seed=None)
     refused(TypeError, "'offset' must be an int .* got float", tensor, offset=1.0)
+    refused(ValueError, r"'seed' must fit into 64 bits with a sign, got 9223", tensor, seed=2**63)
+    refused(ValueError, r"'offset' must fit .* got -9223", tensor, seed=0, offset=-(2**63) - 1)
     refused(ValueError, "'out' is for rounding='nearest-even'", tensor, out=[tensor.bfloat16()])
     refused(ValueError, "'seed' and 'offset' are for rounding=", tensor, rounding="nearest-even")
     refused(RuntimeError, "'offset' must not be negative, got -1", tensor, offset=-1)
