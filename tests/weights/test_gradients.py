@@ -214,6 +214,29 @@ def test_frozen_and_unused_parameters_get_no_gradient(lifetime: str) -> None:
     assert_same_bits(found, run(**EAGER))
 
 
+def test_known_unused_outputs_give_zeros_in_place_of_no_gradient() -> None:
+    """AOTAutograd's: docs/weights.md says so."""
+
+    def run(**arguments: Any) -> list[float | None]:
+        torch._dynamo.reset()
+        model = make(Deep)
+
+        def outputs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(layer(x) for layer in model.layers)  # type: ignore[union-attr]
+
+        compiled = torch.compile(outputs, **arguments)
+        with bf16():
+            compiled(data(3, 8))
+            _, used, _ = compiled(data(3, 8))
+        used.float().sum().backward()
+        return [None if p.grad is None else p.grad.abs().sum().item() for p in model.parameters()]
+
+    expected = run(**EAGER)
+    assert [g is None for g in expected] == [True, True, False, False, True, True]
+    zeros = [0 if g is None else g for g in expected]
+    assert run(backend="aot_eager") == run(**ours()) == zeros
+
+
 def test_a_weight_that_is_read_without_a_cast_too() -> None:
     """A tied embedding: one gradient from the lookup, one from the cast for the output layer."""
 
