@@ -318,13 +318,17 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
-    """Whether nobody knows how often a call reads a weight, or it gives it to other readers."""
+    """Whether nobody knows how often a call reads a weight, or it gives it to other readers, whose
+    gradients the weight gets."""
     if is_higher_order_op(reader.target) or "example_value" not in reader.meta:
         return True  # without: a cast inside a torch.func transform
     storage = weight.untyped_storage()._cdata
     return any(
         isinstance(leaf, torch.Tensor)
-        and (is_of_transform(leaf) or leaf.untyped_storage()._cdata == storage)
+        and (
+            is_of_transform(leaf)
+            or (leaf.requires_grad and leaf.untyped_storage()._cdata == storage)
+        )
         for leaf in pytree.tree_leaves(reader.meta["example_value"])
     )
 

@@ -362,6 +362,27 @@ def test_a_weight_that_two_calls_read_without_a_cast(together: bool) -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
 
 
+@pytest.mark.parametrize(
+    ("read", "equal"),
+    [
+        (lambda w: w.detach().square().sum(), True),
+        (lambda w: w[:1].square().sum(), False),  # Known, as above.
+    ],
+    ids=["detached", "a view"],
+)
+def test_a_weight_that_is_also_read_through_a_view(read: Any, equal: bool) -> None:
+    def run(**arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        w, x = data(50, 16).requires_grad_(), data(30, 50)
+        compiled = torch.compile(lambda w: (x @ w).float().square().mean() + read(w), **arguments)
+        with bf16():
+            return torch.autograd.grad(sum(compiled(w) for _ in range(3)), w)[0]
+
+    expected, results = run(**EAGER), []
+    casts = casts_made(lambda: results.append(run(**ours())))
+    assert (casts, torch.equal(results[0], expected)) == (int(equal), equal)
+
+
 def test_a_weight_that_one_call_reads_twice_from_the_second_call_of_a_scope_on() -> None:
     """Known: the day this fails, take it out of docs/weights.md."""
 
