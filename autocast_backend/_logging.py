@@ -14,7 +14,9 @@ log = logging.getLogger("autocast_backend")
 
 def register() -> None:
     """Make `smart_autocast` a name that `TORCH_LOGS` and `torch._logging` know. Idempotent."""
-    from torch._logging._internal import log_registry, register_log
-
+    try:
+        from torch._logging._internal import log_registry, register_log
+    except ImportError:  # a torch that is yet to come must not fail to import for this
+        return
     if not log_registry.is_log("smart_autocast"):
         register_log("smart_autocast", log.name)

@@ -13,7 +13,11 @@ def register() -> None:
     import importlib
 
     import torch
-    from torch._ops import OpOverloadPacket, _OpNamespace
+
+    try:
+        from torch._ops import OpOverloadPacket, _OpNamespace
+    except ImportError:  # a torch that is yet to come must not fail to import for this
+        return
 
     class SmartAutocastOps(_OpNamespace):
         __module__ = _OpNamespace.__module__  # the names of ops in graphs and files begin with it

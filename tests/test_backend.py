@@ -65,6 +65,20 @@ def test_importing_torch_loads_next_to_nothing_of_ours() -> None:
     assert run_python(program).stdout == f"{names}\n"
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("torch._ops", "_OpNamespace"), ("torch._logging._internal", "register_log")],
+)
+def test_importing_torch_does_not_depend_on_its_private_names(module: str, name: str) -> None:
+    program = (
+        f"import {module} as module; del module.{name}\n"
+        "from autocast_backend import _logging, _op_namespace\n"
+        "_logging.register(), _op_namespace.register(); print('done')"
+    )
+    result = run_python(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert result.stdout == "done\n", result.stderr
+
+
 def test_torch_logs_knows_our_name() -> None:
     # Before 2.13, torch reads TORCH_LOGS before it calls our entry point: there it takes only what
     # it can import.
