@@ -293,7 +293,7 @@ def _check_tensors(argument: str, value: object) -> bool:
     if not isinstance(value, (list, tuple)):
         raise TypeError(
             f"argument '{argument}' must be a list or tuple of tensors, got "
-            f"{type(value).__name__}; pass [tensor] for one, list(...) for what is made one by one"
+            f"{type(value).__name__}; pass list({argument}), or [tensor] for one"
         )
     if _PLAIN.issuperset(map(type, value)):
         return True

@@ -74,8 +74,7 @@ def autocast_to_reduced_precision(
     Raises:
         TypeError: ``dtype`` is no ``torch.dtype``; else as :func:`autocast_to_fp16`.
         ValueError: ``dtype`` is not a floating dtype narrower than float32, or float4, to which
-            PyTorch casts nothing; else as
-            :func:`autocast_to_fp16`.
+            PyTorch casts nothing; else as :func:`autocast_to_fp16`.
         RuntimeError: ``tensor`` is sparse, quantized or complex.
     """
     _check_tensor("tensor", tensor)

@@ -264,7 +264,7 @@ def test_errors_of_tensors_and_dtype() -> None:
     tensor = sample(f32, 3)
     with pytest.raises(TypeError, match="'tensors' must be a list or tuple of tensors, got Tensor"):
         multi_cast(tensor, bf16)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got generator; pass \[tensor\] for one, list\(...\) for"):
+    with pytest.raises(TypeError, match=r"got generator; pass list\(tensors\), or \[tensor\]"):
         multi_cast((t for t in [tensor]), bf16)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'tensors\[1\]' must be a torch.Tensor, got float; make"):
         multi_cast([tensor, 1.0], bf16)  # type: ignore[list-item]
