@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "convert.cuh"
 #include "table.cuh"
 
 namespace smart_autocast {

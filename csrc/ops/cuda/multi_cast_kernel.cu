@@ -1,5 +1,5 @@
 // multi_cast on CUDA: one launch for all tensors of a dtype, up to the capacity of a table. What is
-// not dense, or of a pair of dtypes without a kernel, is ATen's copy.
+// not dense, or of a dtype without kernels, is ATen's copy.
 
 #include "../beyond_float8.h"
 #include "../multi_cast.h"
@@ -30,28 +30,13 @@ constexpr std::array kDtypes = {ScalarType::Double,        ScalarType::Float,
                                 ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
 constexpr size_t kCount = kDtypes.size();
 
-// Row: to; column: from; in the order of kDtypes. Null: from one float8 to another or float64, and
-// back, which is rare.
+// Row: to; column: from; in the order of kDtypes.
 template <typename To>
 constexpr std::array<CastAll, kCount> kRow = {
     cast_all<To, double>,   cast_all<To, float>,         cast_all<To, Half>,
     cast_all<To, BFloat16>, cast_all<To, Float8_e4m3fn>, cast_all<To, Float8_e5m2>};
-template <>
-constexpr std::array<CastAll, kCount> kRow<double> = {cast_all<double, double>,
-                                                      cast_all<double, float>,
-                                                      cast_all<double, Half>,
-                                                      cast_all<double, BFloat16>,
-                                                      nullptr,
-                                                      nullptr};
-template <typename To>
-constexpr std::array<CastAll, kCount> kRowToFloat8 = {
-    nullptr, cast_all<To, float>, cast_all<To, Half>, cast_all<To, BFloat16>, nullptr, nullptr};
-constexpr std::array<std::array<CastAll, kCount>, kCount> kKernels = {kRow<double>,
-                                                                      kRow<float>,
-                                                                      kRow<Half>,
-                                                                      kRow<BFloat16>,
-                                                                      kRowToFloat8<Float8_e4m3fn>,
-                                                                      kRowToFloat8<Float8_e5m2>};
+constexpr std::array<std::array<CastAll, kCount>, kCount> kKernels = {
+    kRow<double>, kRow<float>, kRow<Half>, kRow<BFloat16>, kRow<Float8_e4m3fn>, kRow<Float8_e5m2>};
 
 // Where a dtype stands in kDtypes; -1: nowhere.
 int find_dtype(int32_t code) {
@@ -75,8 +60,7 @@ class Work {
 
   // Whether there is a kernel for a tensor's dtype and layout.
   bool takes(const OwnedTensor& tensor, const Geometry& geometry) const {
-    const int from = find_dtype(dtype_of(tensor));
-    return to_ >= 0 && from >= 0 && kKernels[to_][from] != nullptr && is_dense(tensor, geometry);
+    return to_ >= 0 && find_dtype(dtype_of(tensor)) >= 0 && is_dense(tensor, geometry);
   }
 
   void add(const OwnedTensor& result, const OwnedTensor& tensor, int64_t numel) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../round_number.h"
+#include "convert.cuh"
 #include "table.cuh"
 
 namespace smart_autocast {
@@ -30,12 +31,12 @@ __device__ __forceinline__ Vector<uint32_t, kWords> make_words(uint64_t seed, ui
 }
 
 template <typename To>
-__device__ __forceinline__ To round_to(float value, uint32_t word, Grid grid) {
+__device__ __forceinline__ To round_to(float value, uint32_t word, Grid grid, int32_t beyond) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
   bits = round_number<!std::is_same_v<To, BFloat16>>(bits, word, grid);
   memcpy(&value, &bits, sizeof(bits));
-  return convert<To>(value);
+  return convert<To>(value, beyond);
 }
 
 // That a table's elements have: the next table's come after them.
@@ -44,12 +45,12 @@ uint64_t count_counters(const Table<kCapacity>& table) {
   return static_cast<uint64_t>(next_begin(table.total)) / kWords;
 }
 
-// `counter` is that of the table's first element. To: float where ATen casts to float8 after it.
-// Results are aligned as the allocator gives memory, and four elements stay together.
+// `counter` is that of the table's first element; `beyond`: see convert.cuh. Results are aligned as
+// the allocator gives memory, and four elements stay together.
 template <typename To, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    stochastic_cast_kernel(const __grid_constant__ Table<kCapacity> table, Grid grid, uint64_t seed,
-                           uint64_t counter) {
+    stochastic_cast_kernel(const __grid_constant__ Table<kCapacity> table, Grid grid,
+                           int32_t beyond, uint64_t seed, uint64_t counter) {
   for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
     To* __restrict__ to = static_cast<To*>(entry.to) + (place - first);
     const float* __restrict__ from = static_cast<const float*>(entry.from) + (place - first);
@@ -61,17 +62,18 @@ __global__ void __launch_bounds__(kThreads)
         To out[kWords];
 #pragma unroll
         for (int k = 0; k < kWords; ++k) {
-          out[k] = round_to<To>(in.values[k], words.values[k], grid);
+          out[k] = round_to<To>(in.values[k], words.values[k], grid, beyond);
         }
-        // As numbers of 64 bits: nvcc stores the others one by one here.
-        Vector<uint64_t, sizeof(out) / sizeof(uint64_t)> packed;
+        // As one number: nvcc stores the elements one by one here.
+        std::conditional_t<kIsFloat8<To>, uint32_t, uint64_t> packed;
+        static_assert(sizeof(packed) == sizeof(out));
         memcpy(&packed, out, sizeof(out));
         *reinterpret_cast<decltype(packed)*>(to + i) = packed;
       } else {
 #pragma unroll
         for (int k = 0; k < kWords; ++k) {
           if (i + k < count) {
-            to[i + k] = round_to<To>(from[i + k], words.values[k], grid);
+            to[i + k] = round_to<To>(from[i + k], words.values[k], grid, beyond);
           }
         }
       }

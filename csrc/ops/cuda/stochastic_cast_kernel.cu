@@ -1,6 +1,7 @@
 // stochastic_cast on CUDA: one launch for all tensors, up to the capacity of a table. What is not
-// float32 becomes it by ATen's copy, and float8 is made by it of numbers that are rounded already.
+// float32 becomes it by ATen's copy.
 
+#include "../beyond_float8.h"
 #include "../stochastic_cast.h"
 #include "launch.cuh"
 #include "stochastic_cast_device.cuh"
@@ -15,11 +16,11 @@ namespace smart_autocast {
 namespace {
 
 template <typename To>
-void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid grid, uint64_t seed,
-               uint64_t counter) {
+void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid grid, int32_t beyond,
+               uint64_t seed, uint64_t counter) {
   start_tables(launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
     stochastic_cast_kernel<To, kCapacity>
-        <<<blocks, kThreads, 0, launch.stream>>>(table, grid, seed, counter);
+        <<<blocks, kThreads, 0, launch.stream>>>(table, grid, beyond, seed, counter);
     counter += count_counters(table);
   });
 }
@@ -30,8 +31,7 @@ void stochastic_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const auto seed = static_cast<uint64_t>(torch::stable::detail::to<int64_t>(stack[2]));
   const auto offset = torch::stable::detail::to<int64_t>(stack[3]);
   check_stochastic_cast(tensors, dtype, offset);
-  const bool is_kernels = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
-  const int32_t code = dtype_code(is_kernels ? dtype : ScalarType::Float);
+  const int32_t code = dtype_code(dtype);
   const int32_t float_code = dtype_code(ScalarType::Float);
   const int32_t device = tensors.empty() ? 0 : DeviceOf(tensors[0]).index;
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -52,16 +52,16 @@ void stochastic_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
     }
   }
   const Grid grid = find_grid(dtype);
+  const int32_t beyond = dtype == ScalarType::Float8_e4m3fn ? ask_beyond_float8_e4m3fn() : 0;
   const auto counter = static_cast<uint64_t>(offset);
   if (dtype == ScalarType::BFloat16) {
-    round_all<BFloat16>(launch, entries, grid, seed, counter);
+    round_all<BFloat16>(launch, entries, grid, beyond, seed, counter);
   } else if (dtype == ScalarType::Half) {
-    round_all<Half>(launch, entries, grid, seed, counter);
+    round_all<Half>(launch, entries, grid, beyond, seed, counter);
+  } else if (dtype == ScalarType::Float8_e4m3fn) {
+    round_all<Float8_e4m3fn>(launch, entries, grid, beyond, seed, counter);
   } else {
-    round_all<float>(launch, entries, grid, seed, counter);
-    for (OwnedTensor& result : results) {
-      result = cast_by_aten(result, dtype);
-    }
+    round_all<Float8_e5m2>(launch, entries, grid, beyond, seed, counter);
   }
   stack[0] = give_list(std::move(results));
 }

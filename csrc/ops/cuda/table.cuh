@@ -4,17 +4,10 @@
 
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <cstdint>
-#include <type_traits>
 
 namespace smart_autocast {
 namespace {
-
-using torch::headeronly::BFloat16;
-using torch::headeronly::Half;
 
 constexpr int kThreads = 256;
 constexpr int kVectorBytes = 16;
@@ -79,17 +72,6 @@ template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize < kVectorBytes ? sizeof(T) * kSize : kVectorBytes) Vector {
   T values[kSize];
 };
-
-// static_cast through torch's own Half and BFloat16 gives the bits that aten::to gives, NaNs
-// included; it rounds float64 to float32 first.
-template <typename To, typename From>
-__device__ __forceinline__ To convert(From value) {
-  if constexpr (std::is_same_v<To, From>) {
-    return value;
-  } else {
-    return static_cast<To>(static_cast<float>(value));
-  }
-}
 
 // How a block goes through a stretch: a few elements, whole vectors of kSize, and what is left.
 //

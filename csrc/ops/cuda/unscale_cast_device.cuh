@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "convert.cuh"
 #include "table.cuh"
 
 namespace smart_autocast {
