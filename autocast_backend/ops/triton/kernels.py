@@ -116,7 +116,11 @@ def main_mask(lanes, rest, ALIGNED: tl.constexpr):
 
 @triton.jit
 def cast_lanes(to, source, mask, TO: tl.constexpr, FROM: tl.constexpr, BEYOND: tl.constexpr):
-    tl.store(to, convert(load(source, mask, FROM), TO, BEYOND), mask=mask)
+    if TO == FROM:
+        result = tl.load(source, mask=mask, other=0)  # NaNs, too, stay as they are
+    else:
+        result = convert(load(source, mask, FROM), TO, BEYOND)
+    tl.store(to, result, mask=mask)
 
 
 @triton.jit

@@ -20,6 +20,14 @@ STATS_TILE = 2048  # fewer, as each of them has four numbers of its own
 WARPS = 8
 STATS_PROGRAMS_PER_PROCESSOR = 8
 OLDEST_CAPABILITY = (8, 0)
+DTYPES = {  # that have kernels, and what Triton calls them
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8e4nv",
+    torch.float8_e5m2: "float8e5",
+}
 
 
 def is_aligned(*addresses: int) -> bool:
@@ -80,17 +88,9 @@ def _kernel(module: str, name: str) -> Any:
 def _variant(to: torch.dtype, source: torch.dtype, aligned: bool, tile: int) -> dict[str, Any]:
     import triton.language as tl
 
-    dtypes = {
-        torch.float64: tl.float64,
-        torch.float32: tl.float32,
-        torch.float16: tl.float16,
-        torch.bfloat16: tl.bfloat16,
-        torch.float8_e4m3fn: tl.float8e4nv,
-        torch.float8_e5m2: tl.float8e5,
-    }
     return {
-        "TO": dtypes[to],
-        "FROM": dtypes[source],
+        "TO": getattr(tl, DTYPES[to]),
+        "FROM": getattr(tl, DTYPES[source]),
         "ALIGNED": aligned,
         "TILE": tile,
         "num_warps": WARPS,

@@ -1,7 +1,6 @@
 """The ops as the dispatcher calls them: checks, memory for results, launches.
 
-The dtypes of DTYPES have kernels, for dense tensors, and those of FLOAT8 to and from them; what
-else there is, ATen copies, as from one float8 to another.
+The dtypes of `launches.DTYPES` have kernels, for dense tensors; what else there is, ATen copies.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ from .. import _stochastic_cast, _unscale_cast, reference
 from ..stochastic import GRIDS
 from . import launches
 from .tables import Row
-
-DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -35,10 +31,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _has_kernel(tensor: Tensor, dtype: torch.dtype) -> bool:
-    dtypes = {tensor.dtype, dtype}
     return (
-        dtypes <= DTYPES | FLOAT8
-        and not dtypes <= FLOAT8
+        {tensor.dtype, dtype} <= launches.DTYPES.keys()
         and launches.compiles_for(tensor.device)
         and is_dense(tensor)
     )

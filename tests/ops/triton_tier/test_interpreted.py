@@ -34,7 +34,10 @@ CHOSEN = [
     ),
     *(
         f"test_multi_cast_values.py::test_every_value_as_to_rounds_it[source{source}-target{target}]"
-        for source, target in ((F32, E4M3), (BF16, E4M3), (F16, E5M2), (E4M3, F32), (E5M2, BF16))
+        for source, target in (
+            *((F32, E4M3), (BF16, E4M3), (F16, E5M2), (E4M3, F32), (E5M2, BF16)),
+            *((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)),
+        )
     ),
     f"test_multi_cast_values.py::test_sizes_and_alignment[source{F32}-target{BF16}]",
     f"test_multi_cast_values.py::test_sizes_and_alignment[source{F32}-target{E4M3}]",
@@ -100,11 +103,14 @@ def test_float8_is_the_kernels(monkeypatch: pytest.MonkeyPatch, target: torch.dt
     tensors = [torch.tensor([1.0, -3.3, 1e-3, torch.inf]), torch.ones(3, dtype=torch.float16)]
     results = torch.ops.smart_autocast.multi_cast.default(tensors, target)
     back = torch.ops.smart_autocast.multi_cast.default(results, torch.float32)
+    (other,) = {torch.float8_e4m3fn, torch.float8_e5m2} - {target}
+    torch.ops.smart_autocast.multi_cast.default(results, other)
     sources = [tensor.dtype for tensor in tensors]
-    assert seen == [(source, target) for source in sources] + [(target, torch.float32)]
+    to_it, from_it = [(source, target) for source in sources], [torch.float32, other]
+    assert seen == to_it + [(target, wanted) for wanted in from_it]
     seen.clear()
     torch.ops.smart_autocast.stochastic_cast.default([*tensors, *results], target, 1, 2)
-    assert seen == [(source, target) for source in sources]
+    assert seen == [*to_it, (target, target)]
     seen.clear()
     scale = torch.tensor(2.0)
     (half, _), found = torch.ops.smart_autocast.unscale_cast.default(results, scale, torch.float32)
