@@ -41,15 +41,16 @@ PYTEST = ("-v", "--tb=short", "--durations=10")
 
 PARTS = {
     "kernels": ("build", "info", "tests-native", "casts", "launch", "fused", "roofline"),
-    "tests": ("build", "tests-triton", "tests-models"),
+    "tests": ("build", "tests-equality", "tests-triton", "tests-models"),
     "checks": ("build", "memcheck", "racecheck"),
     "models": ("build", "demo-bf16", "decode", "memory"),
     "rest": ("build", "demo-fp16", "compile"),
 }
 """What `--only` takes beside the names of stages: the limits of each fit in the whole time."""
 
+EQUALITY_TESTS = "tests/test_equality_cuda.py"
 MODEL_TESTS = ("tests/weights", "tests/backward", "tests/examples", "tests/benchmarks")
-"""Where tests for a GPU are, beside tests/ops; other folders need packages that may be missing."""
+"""Where other tests for a GPU are, beside tests/ops; the rest needs packages that may be absent."""
 _CAST, _OTHERS = "tests/ops/test_multi_cast_cuda.py", "tests/ops/test_list_casts_cuda.py"
 RACE_TESTS = (f"{_OTHERS}::test_cast_with_stats",)
 MEMORY_TESTS = (
@@ -109,15 +110,16 @@ def stages(out: Path) -> list[Stage]:
         ("launch", ask("launch", "--rounds", "10"), 90),
         ("fused", ask("fused", "--rounds", "10"), 70),
         ("roofline", ask("roofline"), 20),
+        ("tests-equality", (*test, EQUALITY_TESTS), 90),
         # Triton compiles some 150 variants, and Inductor whole models.
-        ("tests-triton", (*triton, *test, "tests/ops"), 180),
-        ("tests-models", (*test, *MODEL_TESTS), 220),
+        ("tests-triton", (*triton, *test, "tests/ops"), 150),
+        ("tests-models", (*test, *MODEL_TESTS), 170),
         *((tool, command, 180) for tool, command in sanitized()),
         ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 150),
         ("decode", ask("decode", "--rounds", "5"), 150),
         ("memory", ask("memory"), 90),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 150),
-        ("compile", ask("compile", "--quick"), 150),
+        ("compile", ask("compile", "--quick"), 240),
     ]
     return [Stage(name=name, command=command, limit_seconds=limit) for name, command, limit in plan]
 
@@ -183,13 +185,17 @@ def run_all(
 ) -> list[Outcome]:
     """Run every stage, each within its own limit and what is left of `budget` seconds.
 
+    What stages before it have left of theirs is added to its limit, where the limits of those after
+    it fit all the same.
+
     `after` is called with the outcomes so far when a stage has ended.
     """
     outcomes = []
     deadline = time.monotonic() + budget
-    for stage in plan:
+    for number, stage in enumerate(plan):
         start = time.monotonic()
-        limit = min(stage.limit_seconds, deadline - start)
+        left, later = deadline - start, sum(one.limit_seconds for one in plan[number + 1 :])
+        limit = min(left, max(stage.limit_seconds, left - later))
         log = out / f"{stage.name}.log"
         exit_code = TIMED_OUT if limit <= 0 else runner(replace(stage, limit_seconds=limit), log)
         outcome = Outcome(

@@ -47,6 +47,16 @@ def test_a_stage_gets_no_more_than_what_is_left_of_the_whole_time(tmp_path, monk
     assert outcomes[-1].exit_code == TIMED_OUT, "no time was left to start it"
 
 
+def test_time_that_a_stage_leaves_goes_to_those_after_it(tmp_path, monkeypatch):
+    """But none that they need: the second one takes all that it gets, and the third has its own."""
+    clock = iter([0.0, 0.0, 30.0, 30.0, 260.0, 260.0, 300.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    seen = []
+    codes = {"build": 0, "tests": TIMED_OUT, "compile": 0}
+    gpu.run_all(_plan(*codes), tmp_path, runner=_runner(codes, seen), budget=360)
+    assert [stage.limit_seconds for stage in seen] == [160, 230, 100]
+
+
 def test_summary_holds_machine_results_and_the_ends_of_the_logs(tmp_path):
     codes = {"build": 0, "tests": 3, "demo": TIMED_OUT}
     outcomes = gpu.run_all(_plan(*codes), tmp_path, runner=_runner(codes, []), budget=1000)
@@ -145,7 +155,7 @@ def test_questions_take_their_flags(tmp_path, monkeypatch):
 
 def test_all_tests_for_a_gpu_are_in_a_stage():
     """And those that compute-sanitizer runs are there."""
-    folders = ("tests/ops", *gpu.MODEL_TESTS)
+    folders = ("tests/ops", gpu.EQUALITY_TESTS, *gpu.MODEL_TESTS)
     for path in (gpu.ROOT / "tests").rglob("test_*.py"):
         if "pytest.mark.gpu" in path.read_text() and path.name != "test_gpu.py":
             assert path.relative_to(gpu.ROOT).as_posix().startswith(folders), path
