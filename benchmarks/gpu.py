@@ -154,6 +154,8 @@ def run_stage(stage: Stage, log: Path) -> int:
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "FORCE_CUDA": "1", "PYTHONUNBUFFERED": "1"}
+    # What a shell has in the background ignores Ctrl-C, and so would all that is started from it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("w") as output:
         process = subprocess.Popen(
             stage.command,

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import signal
 import sys
 import tarfile
 
@@ -210,5 +211,9 @@ except KeyboardInterrupt:
 """
     monkeypatch.setattr(gpu, "LAST_WORDS_SECONDS", 1)
     endless = Stage(name="endless", command=(sys.executable, "-c", code), limit_seconds=2)
-    assert gpu.run_stage(endless, log) == TIMED_OUT
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does with `&`
+    try:
+        assert gpu.run_stage(endless, log) == TIMED_OUT
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "what failed so far" in log.read_text()
