@@ -50,8 +50,8 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
         verdict = verdicts.get(key)
         if verdict is None:
             verdict = _validate(c, fake_mode, strict)
-            if strict and verdict.reason is None:
-                verdict = replace(verdict, order=_order_seen(c, fake_mode))
+            if strict and verdict.reason is None and (order := _order_seen(c, fake_mode)):
+                verdict = replace(verdict, order=order)
             verdicts.add(key, verdict)
             report.checked += 1
         c.refused, c.shared = verdict.reason, verdict.shared
@@ -94,12 +94,13 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     reason = reason or difference(eager, ours, level="ops")
     casts, shared = _casts_seen(c, eager, state)
     if reason is None:
-        return Verdict(None, shared)
+        return Verdict(None, shared, order=tuple(i for i, _ in casts))
     # A composite, maybe: does it help to cast what eager was seen to cast, before the call? Or, for
     # one that casts views of its arguments, all of them?
     for tried in (casts, *_all_lower(c, eager)):
         if difference(eager, watch(recipes.of_casts(c.node, state, tried), None), "ops") is None:
-            return Verdict(None, shared, tuple((i, policy.value) for i, policy in tried))
+            found = tuple((i, policy.value) for i, policy in tried)
+            return Verdict(None, shared, found, order=tuple(i for i, _ in casts))
     expanded = recipes.expanded(c.node)
     if expanded and difference(eager, watch(expanded, None), "ops") is None:
         return Verdict(None, expanded=True)
@@ -163,17 +164,19 @@ def _weights(c: Candidate) -> list[torch.Tensor]:
 def _casts_seen(
     c: Candidate, eager: Observation, state: AutocastState
 ) -> tuple[list[tuple[int, Policy]], tuple[int, ...]]:
-    """The arguments that eager autocast cast as they were given, and how; and the numbers of those
-    whose cast it would keep in its weight cache."""
+    """The arguments that eager autocast cast as they were given, and how, in its order; and the
+    numbers of those whose cast it would keep in its weight cache."""
+    arguments = tensor_arguments(c.node)
+    numbers: dict[int, list[int]] = {}
+    for i, n in enumerate(arguments):
+        numbers.setdefault(id(n.meta.get("example_value")), []).append(i)
     casts, shared = [], []
-    for i, n in enumerate(tensor_arguments(c.node)):
-        dtype = eager.cast_to.get(id(n.meta.get("example_value")))
-        if dtype is None:
-            continue
+    for value, dtype in eager.cast_to.items():
         full = dtype is torch.float32
-        casts.append((i, Policy.FP32 if full else Policy.LOWER_PRECISION_FP))
-        if not full and _is_cached(n, state):
-            shared.append(i)
+        for i in numbers.get(value, ()):
+            casts.append((i, Policy.FP32 if full else Policy.LOWER_PRECISION_FP))
+            if not full and _is_cached(arguments[i], state):
+                shared.append(i)
     return casts, tuple(shared)
 
 
@@ -194,8 +197,7 @@ def _all_lower(c: Candidate, eager: Observation) -> list[list[tuple[int, Policy]
 
 def _order_seen(c: Candidate, fake_mode: Any) -> tuple[int, ...]:
     """The order in which eager autocast casts the arguments of a call, where one tensor is several
-    of them: it is the order in which their gradients are added up. (Most kernels cast from right to
-    left, for C++ compilers may evaluate arguments so.)"""
+    of them: it is the order in which their gradients are added up."""
     values = [n.meta.get("example_value") for n in tensor_arguments(c.node)]
     floating = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
     if len(floating) == len(set(map(id, floating))) or looks_mutating(c.node):

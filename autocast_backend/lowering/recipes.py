@@ -66,7 +66,10 @@ class Recipe:
     """What to do with the tensor arguments of a call, numbered in order of appearance.
 
     Attributes:
-        casts: argument number -> the cast it passes through.
+        casts: argument number -> the cast it passes through, in the order in which they are made.
+            That decides the order in which gradients add up, and get ready. Where nobody has seen
+            how eager autocast does it, the last argument of a policy op comes first: C++ leaves
+            that to the compiler, and it is what GCC does, which builds PyTorch for Linux.
         promoted: groups of arguments that pass through `promote` together, each with the device
             type it is limited to.
         with_dtype: the overload to call instead, with `full_precision_dtype` of its first argument;
@@ -154,12 +157,15 @@ def build(
         elif policy is Policy.FP32_APPEND_DTYPE:
             with_dtype = _APPENDED.get(name or "")
     direct = not any(name in COMPOSITES.get(d.device_type, {}) for d in state.enabled_devices)
+    if direct:
+        casts.reverse()
     recipe = Recipe(tuple(casts), tuple(promoted), with_dtype, direct)
     return recipe if recipe else None
 
 
 def of_casts(node: fx.Node, state: AutocastState, casts: Iterable[tuple[int, Policy]]) -> Recipe:
-    """The recipe that casts the given arguments (by number) to the region's dtype or to float32."""
+    """The recipe that casts the given arguments (by number) to the region's dtype or to float32,
+    in the order given."""
     arguments = tensor_arguments(node)
     devices = ((i, p, arguments[i].meta["example_value"].device.type) for i, p in casts)
     return Recipe(tuple((i, _cast(p, state.device(d), None)) for i, p, d in devices))

@@ -43,8 +43,7 @@ class Verdict:
         found: numbers of the arguments to cast, and whether to float32 ("fp32") or to the lower
             precision, where the policy table has no answer that holds but watching eager gave one;
             None where the table's answer holds.
-        order: numbers of the arguments in the order in which eager casts them, where one tensor is
-            several arguments.
+        order: numbers of the arguments in the order in which eager casts them, where it was seen.
         expanded: whether the call is to be written out (expansions.py).
         within: whether the call is to find the shared casts inside (given.py).
         keeps: whether it casts weights for itself alone, where eager autocast shares these casts.

@@ -220,10 +220,9 @@ def _reads_with_gradient(
 
 def _in_eagers_order(casts: list[fx.Node]) -> list[fx.Node]:
     """Casts in the order in which eager autocast makes them, which decides the order in which their
-    gradients get ready: call by call, the last argument first (C++ leaves that to the compiler; it
-    is what GCC does, which builds PyTorch for Linux)."""
+    gradients get ready: call by call, and those of one call as they stand in the graph."""
     places = {node: i for i, node in enumerate(casts[0].graph.nodes)} if casts else {}
-    return sorted(casts, key=lambda c: (min(places[user] for user in c.users), -places[c]))
+    return sorted(casts, key=lambda c: (min(places[user] for user in c.users), places[c]))
 
 
 _LOWERING_CASTS = tuple(

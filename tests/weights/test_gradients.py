@@ -179,6 +179,47 @@ def test_gradients_are_ready_in_eagers_order(lifetime: str) -> None:
     assert order_of_gradients(True, **ours(weight_cache=lifetime)) == expected
 
 
+class Composite(nn.Module):
+    """A layer whose call casts its weights one by one inside."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.layer, nn.MultiheadAttention):
+            x = x.unsqueeze(1)  # else it would cast views of its weights, one by one
+            return self.layer(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+        if isinstance(self.layer, nn.ModuleList):
+            return torch.linalg.multi_dot([x, *(part.weight for part in self.layer)])
+        result = self.layer(x)
+        return result[0] if isinstance(self.layer, nn.LSTMCell) else result  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: nn.GRUCell(8, 8),
+        lambda: nn.LSTMCell(8, 8),
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3)),
+    ],
+    ids=["GRUCell", "LSTMCell", "MultiheadAttention", "multi_dot"],
+)
+def test_gradients_of_a_call_that_casts_inside_are_ready_in_eagers_order(kind: Any) -> None:
+    def order(**arguments: Any) -> list[str]:
+        torch._dynamo.reset()
+        model, ready = make(lambda: Composite(kind())), []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+        with bf16():
+            y = torch.compile(model, **arguments)(data(3, 8))
+        y.float().sum().backward()
+        return ready
+
+    assert order(**ours()) == order(**EAGER)
+
+
 def test_gradients_do_not_wait_for_each_other() -> None:
     """When a layer's gradients are ready, the backward of the layer before has not run."""
     model, events, x = make(Deep), [], data(3, 8)
