@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -221,9 +222,30 @@ def is_higher_order_op(target: Any) -> bool:
     return isinstance(target, HigherOrderOperator)
 
 
-def is_set_grad_enabled(target: Any) -> bool:
-    """Dynamo writes `torch.no_grad()` as calls of this private function."""
-    return target is torch._C._set_grad_enabled
+class GradMode:
+    """Follows the grad mode through a graph, node by node. Dynamo writes `torch.no_grad()` and
+    `torch.inference_mode()` as calls of private functions.
+
+    Attributes:
+        grad: whether autograd records after the nodes so far.
+    """
+
+    def __init__(self, grad: bool) -> None:
+        self.grad = grad
+        self._before: dict[fx.Node, bool] = {}  # by nodes that enter inference mode
+
+    def follow(self, node: fx.Node) -> bool:
+        """Go on to the next node of the graph; whether it is one that sets the mode."""
+        if node.target is torch._C._set_grad_enabled:
+            self.grad = bool(node.args[0])
+        elif node.target is _enter_inference_mode:
+            self._before[node] = self.grad
+            self.grad = not node.args[0]
+        elif node.target is _exit_inference_mode:
+            self.grad = self._before[node.args[0]]  # type: ignore[index]
+        else:
+            return False
+        return True
 
 
 def gives_data_attribute(target: Any) -> bool:

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.dynamo import (
-    is_functorch_transform,
-    is_higher_order_op,
-    is_set_grad_enabled,
-)
+from .._torch.dynamo import GradMode, is_functorch_transform, is_higher_order_op
 from ..regions import Placement, find_regions, is_region_node
 from ..state import AutocastState
 from . import recipes
@@ -98,8 +94,9 @@ def plan_graph(
     placements = find_regions(module.graph, outside)
     plan = Plan(module)
     bodies = Bodies(module)
-    alike = _called_alike(module, bodies, placements)
+    alike = _called_alike(module, bodies, placements, grad)
     transforms = 0  # how many torch.func transforms are open
+    mode = GradMode(grad)
     inner: list[tuple[fx.GraphModule, Placement, bool]] = []
     for position, node in enumerate(n for n in module.graph.nodes if n.op != "get_attr"):
         if is_region_node(node):
@@ -107,17 +104,16 @@ def plan_graph(
             continue
         if node.op not in ("call_function", "call_method", "call_module"):
             continue
-        if is_set_grad_enabled(node.target):
-            grad = bool(node.args[0])
+        mode.follow(node)
         inside = transforms
         transforms += is_functorch_transform(node.target)
-        candidate = Candidate(node, position, placements[node], grad)
+        candidate = Candidate(node, position, placements[node], mode.grad)
         body = bodies.of(node) if is_higher_order_op(node.target) else None
         if body is not None and body.module in alike:
-            found = (body.module, placements[node], body.call.grad_mode(node, grad))
+            found = (body.module, placements[node], body.call.grad_mode(node, mode.grad))
             inner += [] if found in inner else [found]
             continue
-        if not (inside or transforms) and (apart := bodies.apart(node, grad)):
+        if not (inside or transforms) and (apart := bodies.apart(node, mode.grad)):
             inner += [(found, placements[node], False) for found in apart]
             continue
         candidate.in_transform = bool(inside or transforms)
@@ -137,21 +133,20 @@ def plan_graph(
 
 
 def _called_alike(
-    module: fx.GraphModule, bodies: Bodies, placements: Mapping[fx.Node, Placement]
+    module: fx.GraphModule, bodies: Bodies, placements: Mapping[fx.Node, Placement], grad: bool
 ) -> set[fx.GraphModule]:
     """The bodies that all their calls find in one state, with operands of the dtypes that their
     example values have. (Dynamo writes `torch.no_grad()` into the graph: a body that is called
     inside and outside of it is called in two states.)"""
     found: dict[fx.GraphModule, set[Any]] = {}
-    grad: Any = None
+    mode = GradMode(grad)
     for node in module.graph.nodes:
-        if is_set_grad_enabled(node.target):
-            grad = node.args[0]
+        mode.follow(node)
         if is_higher_order_op(node.target) and (body := bodies.of(node)) is not None:
             inputs = body.module.graph.find_nodes(op="placeholder")
             operands = node.args[body.call.first_operand :]
             fits = not body.call.again or _dtypes(inputs) == _dtypes(operands)
-            found.setdefault(body.module, set()).add((placements[node], grad, fits))
+            found.setdefault(body.module, set()).add((placements[node], mode.grad, fits))
     return {
         body for body, calls in found.items() if len(calls) == 1 and all(fits for *_, fits in calls)
     }

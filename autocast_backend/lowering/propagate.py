@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_map
 
 from .._torch.autocast import disable_autocast
 from .._torch.dynamo import (
+    GradMode,
     functorch_levels_restored,
     is_functorch_transform,
     is_higher_order_op,
-    is_set_grad_enabled,
 )
 from .._torch.fake_tensors import fake_mode_of, like, observing
 from ..policies.overrides import PolicyError
@@ -92,6 +92,7 @@ class _Run:
         values: dict[fx.Node, Any] = {}
         feed = iter(inputs)
         transforms = 0
+        mode = GradMode(grad)
         for node in module.graph.nodes:
             inside = transforms
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -107,7 +108,7 @@ class _Run:
                 values[node] = None
             elif (body := bodies.of(node)) is not None:
                 operands = list(args[body.call.first_operand :])
-                records = bool(node.args[0]) if body.call.records_grad is None else grad
+                records = bool(node.args[0]) if body.call.records_grad is None else mode.grad
                 returned = self.graph(
                     body.module,
                     operands,
@@ -117,19 +118,19 @@ class _Run:
                 )
                 values[node] = body.call.result(returned)
                 _note(node, values)
-            elif is_set_grad_enabled(node.target):
-                grad, values[node] = bool(node.args[0]), None
+            elif mode.follow(node):
+                values[node] = None
             else:
                 if str(node.target) in APART:
                     node.meta[STALE] = True  # its bodies are not run here
                 if is_higher_order_op(node.target):
                     self._overrider.check_bodies(
-                        module, node, placements[node], recorded and grad, self._fake_mode
+                        module, node, placements[node], recorded and mode.grad, self._fake_mode
                     )
                 transforms += is_functorch_transform(node.target)
                 refused = refusal(node, bool(inside or transforms))
-                records = recorded and grad
-                with torch.set_grad_enabled(grad):
+                records = recorded and mode.grad
+                with torch.set_grad_enabled(mode.grad):
                     if is_functorch_transform(node.target):
                         values[node] = recipes.run(node.target, args, kwargs)
                         self._overrider.decide(

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch.dynamo import is_set_grad_enabled
+from .._torch.dynamo import GradMode
 from ..graphs import copy_graph
 from ..regions import Placement, find_regions
 from .bodies import Bodies
@@ -43,15 +43,15 @@ def separate_bodies(
     bodies = Bodies(module)
     copies: dict[fx.GraphModule, dict[Any, tuple[fx.Node, str]]] = {}
     inner: list[tuple[fx.GraphModule, Placement, bool]] = []
+    mode = GradMode(grad)
     for node in list(module.graph.nodes):
-        if is_set_grad_enabled(node.target):
-            grad = bool(node.args[0])
+        mode.follow(node)
         if (body := bodies.of(node)) is None:
             continue
         found = body.module
         if body.call.again:
             known = copies.setdefault(found, {})
-            place = (placements[node].state, placements[node].scope, grad)
+            place = (placements[node].state, placements[node].scope, mode.grad)
             if place not in known:
                 attribute, name = node.args[0], str(node.args[1])
                 if name in names:
@@ -62,10 +62,10 @@ def separate_bodies(
                         attribute = module.graph.get_attr(name)
                 names.add(name)
                 known[place] = (attribute, name)
-                inner.append((found, placements[node], body.call.grad_mode(node, grad)))
+                inner.append((found, placements[node], body.call.grad_mode(node, mode.grad)))
             node.args = (*known[place], *node.args[2:])
         else:
-            inner.append((found, placements[node], body.call.grad_mode(node, grad)))
+            inner.append((found, placements[node], body.call.grad_mode(node, mode.grad)))
     if copies:
         _drop_unread(module)
     for found, placement, records in inner:

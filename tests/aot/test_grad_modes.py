@@ -57,3 +57,17 @@ def test_autograd_switched_on_inside_of_no_grad(function: Function, way: str) ->
 
 def test_autograd_switched_off_inside() -> None:
     assert_like_the_oracle(Case(not_recorded_in_part), "ambient")
+
+
+def inference_inside(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The cast of `w` that is made in inference mode has no gradient to give to the second one."""
+    with torch.inference_mode():
+        y = scaled(x, w)
+        with torch.inference_mode(False):
+            z = scaled(x.cos(), w)
+    return scaled(x, w), y.clone(), z
+
+
+@pytest.mark.parametrize("way", ["ambient", "region"])
+def test_inference_mode_inside(way: str) -> None:
+    assert_like_the_oracle(Case(inference_inside), way)
