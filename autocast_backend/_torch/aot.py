@@ -267,6 +267,7 @@ def trace_joint_graph(
     def joint_custom_pass(graph: fx.GraphModule, joint_inputs: Any) -> fx.GraphModule:
         nonlocal outermost
         outermost = True
+        tag_backward(graph)
         return users_pass(graph, joint_inputs) if callable(users_pass) else graph
 
     counted = counters()["aot_autograd"].copy()
@@ -290,6 +291,15 @@ def trace_joint_graph(
             "torch._dynamo.backends.common.aot_autograd"
         )
     return found[0]
+
+
+def tag_backward(joint: fx.GraphModule) -> None:
+    """Tag the nodes of a joint graph, just traced, that came from the backward of an
+    `autograd.Function`: they have the metadata of Dynamo's graph of it, where AOTAutograd's tag is
+    missing."""
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node.meta.get("partitioner_tag") is None:
+            node.meta["partitioner_tag"] = "is_backward"
 
 
 def is_recomputed(node: fx.Node) -> bool:

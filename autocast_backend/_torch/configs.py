@@ -10,6 +10,8 @@ from typing import Any, get_origin
 import torch
 from torch import fx
 
+from .aot import tag_backward
+
 
 def backward_pass_autocast_config() -> Any:
     """`torch._functorch.config.backward_pass_autocast`, documented but private by its module; None
@@ -31,6 +33,7 @@ def backward_traced_off(
     users = config.joint_custom_pass
 
     def joint_custom_pass(graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        tag_backward(graph)
         graph = users(graph, inputs) if callable(users) else graph
         joint_pass(graph)
         return graph

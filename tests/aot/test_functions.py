@@ -55,6 +55,52 @@ class AsInForward(torch.autograd.Function):
         return (grad @ w.t()).float(), (x.t() @ grad).float()
 
 
+class ReadsItsResult(torch.autograd.Function):
+    """A product of the backward that needs no gradient: nothing but the place where the code stands
+    says that it belongs there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result = x @ w
+        ctx.save_for_backward(x, w, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w, result = ctx.saved_tensors
+        return (grad.float() @ w.t()).to(x.dtype), (x.t() @ result.to(x.dtype)).to(w.dtype)
+
+
+class DrawsBackwards(torch.autograd.Function):
+    """Random numbers that are drawn in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w = ctx.saved_tensors
+        noisy = grad.float() * torch.rand_like(grad, dtype=torch.float32)
+        return (noisy @ w.t()).to(x.dtype), (x.t() @ grad.to(x.dtype)).to(w.dtype)
+
+
+class NeedsAutocast(torch.autograd.Function):
+    """A backward that mixes dtypes, which only autocast brings together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result = x @ w
+        ctx.save_for_backward(x, w, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w, result = ctx.saved_tensors
+        return (grad @ w.t()).float(), (x.t() @ result).float()
+
+
 def computes_in_float32(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return island(FullPrecision.apply(x @ w, w), w.t())
 
@@ -63,12 +109,47 @@ def computes_as_in_forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return island(x, AsInForward.apply(w.sin(), w))
 
 
-FUNCTIONS = {f.__name__: f for f in (computes_in_float32, computes_as_in_forward)}
+def reads_its_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ReadsItsResult.apply(x, w) @ w
+
+
+def draws_backwards(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return DrawsBackwards.apply(x, w) @ w
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (
+        computes_in_float32,
+        computes_as_in_forward,
+        reads_its_result,
+        draws_backwards,
+    )
+}
 
 
 @pytest.mark.parametrize(("name", "way"), each_way(FUNCTIONS))
 def test_custom_functions(name: str, way: str) -> None:
     assert_like_the_oracle(Case(FUNCTIONS[name]), way)
+
+
+def test_a_custom_backward_that_needs_autocast() -> None:
+    """Eager mode raises where such a backward runs outside of autocast, and only there."""
+
+    def gradients(inside: bool, **arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        x, w = leaves()
+        compiled = torch.compile(NeedsAutocast.apply, **arguments)
+        with autocast(True):
+            result = compiled(x, w)
+        with autocast(inside):
+            result.sum().backward()
+        return [x.grad, w.grad]
+
+    assert_same_bits(gradients(True, **AOT_EAGER), gradients(True, **ORACLE))
+    for arguments in (ORACLE, AOT_EAGER):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            gradients(False, **arguments)
 
 
 def scalar(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
