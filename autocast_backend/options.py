@@ -75,8 +75,9 @@ class Options:
 
     validate: str = "strict"
     """How each lowered call is proved equal to eager autocast while it compiles. "strict": the ops
-    below autograd and their dtypes; "dtype": the dtypes of results; "off": not at all - the
-    policy table is believed, which is wrong wherever a composite hides a policy op."""
+    below autograd and their dtypes; "dtype": the dtypes of results, and the ops of composites that
+    have no rule, but not what a kernel calls inside; "off": not at all - the policy table is
+    believed, which is wrong wherever a composite hides a policy op."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor config patches, such as {"max_autotune": True}. `mode=` of `torch.compile` works as

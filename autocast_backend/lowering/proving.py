@@ -35,7 +35,8 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
     """Settle what is to become of every candidate, asking the same question once.
 
     Args:
-        validate: "strict" or "dtype"; "off" asks nothing and believes the policy table.
+        validate: "strict" or "dtype", which asks for the dtypes of results alone, but of composites
+            without a rule; "off" asks nothing and believes the policy table.
     """
     for c in candidates:
         if c.overridden or validate == "off":
@@ -86,7 +87,9 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     # Dynamo ran the call under autocast when it traced: its example value is eager's answer. Later
     # calls may have changed the value's shape in place, never its dtype.
     reason = difference(observed(c.node.meta.get("example_value")), ours, level="dtypes")
-    if reason is None and not strict:
+    # Of a composite that no rule names it says too little: what it hides may have rules.
+    hides = c.recipe is None and isinstance(ours, Observation) and ours.is_composite
+    if reason is None and not strict and not hides:
         return Verdict(None, _shared_by_name(c))
     eager = watch(Recipe(), state)
     if isinstance(eager, Failed):

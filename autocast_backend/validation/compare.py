@@ -60,6 +60,11 @@ class Observation:
     cast_to: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict, compare=False)
     read_first: Collection[int] = dataclasses.field(default_factory=frozenset, compare=False)
 
+    @property
+    def is_composite(self) -> bool:
+        """Whether it ran several ops, beside those that only rename elements."""
+        return sum(bool(inputs or outputs) for _, inputs, outputs, _ in self.events) > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Failed:

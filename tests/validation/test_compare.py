@@ -150,6 +150,18 @@ def test_only_the_strict_check_sees_behind_an_equal_result(
     assert report.casts == casts
 
 
+def test_composites_without_a_rule_are_looked_into(fake_mode: Any) -> None:
+    """A GRU cell gives float32 with and without autocast; the products inside do not."""
+    x, h = torch.empty(4, 4, dtype=torch.bfloat16), torch.empty(4, 4)
+    weights = [torch.empty(12, 4), torch.empty(12, 4), torch.empty(12), torch.empty(12)]
+    found = {}
+    for validate in ("strict", "dtype"):
+        module = graph_of(torch.gru_cell, (x, h, *weights), {}, STATE)
+        lower_with_report(module, STATE, validate)
+        found[validate] = targets(module)
+    assert found["dtype"] == found["strict"] != ["gru_cell"]
+
+
 def test_equal_questions_are_asked_once(monkeypatch: pytest.MonkeyPatch, fake_mode: Any) -> None:
     asked = []
     real = proving.observe
