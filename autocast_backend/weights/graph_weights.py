@@ -58,9 +58,13 @@ class GraphWeights:
     def casts(self, weights: list[Tensor], scope: Scope | None) -> list[Tensor]:
         """The casts of `weights`, in order, for a call in `scope`. What is not there, or no longer
         right, is made now, by one `multi_cast` for each dtype and device."""
-        if self._records and not torch.is_grad_enabled():  # the graph switches autograd on itself
+        # A graph may switch autograd on itself. In inference mode that has no effect, and casts
+        # recorded there would have no gradient in later calls of the scope either.
+        recording = self._records and not torch.is_inference_mode_enabled()
+        if recording and not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.casts(weights, scope)
+        grads = self._grads if recording else (False,) * len(weights)
         contents = None if scope is None else scope.contents
         with Shared.lock:
             # What is made while a CUDA graph is captured is computed when that is replayed, each
@@ -80,11 +84,11 @@ class GraphWeights:
                 return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
             else:
                 now = Seen.of(weights, tie)  # before they are read
-                self._make(weights, casts, nodes)
+                self._make(weights, grads, casts, nodes)
                 self._seen = None if captured else now._replace(changes=Shared.changes)
             return [
                 traced(w, casts[id(w), d], d, nodes) if grad else casts[id(w), d].memory.cast
-                for w, d, grad in zip(weights, self._dtypes, self._grads, strict=True)
+                for w, d, grad in zip(weights, self._dtypes, grads, strict=True)
             ]
 
     @staticmethod
@@ -93,7 +97,11 @@ class GraphWeights:
         Shared.misses += count
 
     def _make(
-        self, weights: list[Tensor], casts: dict[Key, Cast], nodes: dict[Key, tuple[Cast, Tensor]]
+        self,
+        weights: list[Tensor],
+        grads: Sequence[bool],
+        casts: dict[Key, Cast],
+        nodes: dict[Key, tuple[Cast, Tensor]],
     ) -> None:
         if self._records:
             Shared.kept_on_cpu.clear()
@@ -105,7 +113,7 @@ class GraphWeights:
         former: dict[Key, Cast] = {}
         apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
         with_nodes: list[tuple[Key, Tensor]] = []
-        for weight, dtype, grad in zip(weights, self._dtypes, self._grads, strict=True):
+        for weight, dtype, grad in zip(weights, self._dtypes, grads, strict=True):
             key = id(weight), dtype
             cast = casts.get(key)
             if key in made:

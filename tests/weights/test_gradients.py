@@ -556,6 +556,38 @@ def test_a_graph_that_switches_autograd_on() -> None:
     assert_same_bits(run(**ours()), run(**EAGER))
 
 
+@LIFETIMES
+@pytest.mark.parametrize("casts_are_there", [True, False])
+def test_a_graph_that_switches_autograd_on_in_inference_mode(
+    lifetime: str, casts_are_there: bool
+) -> None:
+    """There it has no effect, and later calls of the scope have their gradients."""
+
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model = make(Plain)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return model(x)
+
+        inference, training = (
+            torch.compile(function, **arguments),
+            torch.compile(model, **arguments),
+        )
+        x = data(3, 8)
+        with bf16():
+            with torch.inference_mode():
+                if casts_are_there:
+                    training(x)
+                    training(x)
+                assert not inference(x).requires_grad
+            training(x).float().square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_same_bits(run(**ours(weight_cache=lifetime)), run(**EAGER))
+
+
 def test_if_one_were_overwritten_autograd_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cast, "has_other_holders", lambda *args: False)
     model, x = make(Plain), data(3, 8).requires_grad_()

@@ -48,7 +48,12 @@ def own_region(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Tensor:
         return x @ w + x
 
 
-GRAPHS = (linear, matmul, two_weights, own_region)
+def autograd_on(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return (x @ w).cos()
+
+
+GRAPHS = (linear, matmul, two_weights, autograd_on, own_region)
 MODES = {
     "grad": contextlib.nullcontext,
     "no_grad": torch.no_grad,
@@ -78,7 +83,11 @@ def random_training(seed: int) -> list[Step]:
                 # Nested in fp16, the region of `own_region` is of another dtype; nested in "off",
                 # its casts are its own (docs/weights.md).
                 graphs = len(GRAPHS) - (outermost == "fp16" or context == "off")
-                steps.append(("call", pick.randrange(graphs), pick.sample(range(WEIGHTS), 2), mode))
+                graph = pick.randrange(graphs)
+                # With the casts inside, AOTAutograd refuses inference mode, with stock too.
+                if GRAPHS[graph] is autograd_on and "uncached" in (outermost, *inner):
+                    mode = "grad"
+                steps.append(("call", graph, pick.sample(range(WEIGHTS), 2), mode))
                 if pick.random() < 0.1:
                     steps.append(("clear",))
                 if pick.random() < 0.1:
