@@ -153,7 +153,15 @@ def run_stage(stage: Stage, log: Path) -> int:
     The package is taken from this tree, installed or not, and its build must make the CUDA library.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "FORCE_CUDA": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        # Where a process ends before Inductor's compile workers are up, it waits for them for up to
+        # 300 s (torch 2.11 on Python 3.12): so they start when there is something to compile.
+        "TORCH_WARM_POOL": "0",
+        **os.environ,
+        "PYTHONPATH": path,
+        "FORCE_CUDA": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     # What a shell has in the background ignores Ctrl-C, and so would all that is started from it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("w") as output:
