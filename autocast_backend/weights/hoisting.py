@@ -151,7 +151,7 @@ def hoist(
     same: dict[tuple[int, torch.dtype], fx.Node] = {}
     for node in _in_eagers_order([n for n in graph.nodes if n.name in names]):
         i, result = names[node.name], node.meta["example_value"]
-        operand = same.get((i, result.dtype))
+        operand = None if result.requires_grad else same.get((i, result.dtype))
         if operand is None:
             with graph.inserting_after(last):
                 operand = last = graph.placeholder(f"{node.name}_outside")

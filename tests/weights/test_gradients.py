@@ -538,6 +538,34 @@ def test_a_cast_that_autograd_holds_is_not_overwritten() -> None:
     assert_same_bits(run(disturb=True), expected)
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_a_weight_that_is_cast_without_gradients_first(off: Any, lifetime: str) -> None:
+    """As a teacher and a student of the same weights do. What follows the graph break is a graph
+    that begins with autograd off, and switches it on."""
+
+    def distil(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with off():
+            teacher = x @ w
+            torch._dynamo.graph_break()
+            teacher = teacher @ w
+        return teacher.clone(), x @ w
+
+    def gradients(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        given = [t.clone().requires_grad_() for t in data(2, 4, 4)]
+        compiled = torch.compile(distil, **arguments)
+        for _ in range(2):
+            with bf16():
+                loss = compiled(*given)[1].sum() + compiled(*given)[1].sum()
+            loss.backward()
+        return [t.grad for t in given]
+
+    expected = gradients(**EAGER)
+    assert None not in expected
+    assert_same_bits(gradients(**ours(weight_cache=lifetime)), expected)
+
+
 def test_a_graph_that_switches_autograd_on() -> None:
     def run(**arguments: Any) -> list[torch.Tensor | None]:
         torch._dynamo.reset()
