@@ -293,9 +293,13 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _terms(reader: fx.Node, weight: torch.Tensor) -> int:
     """How many gradients a call hands to a weight: one for each time it reads it, and inside of
-    `w @ w` or `F.normalize(w)` that is twice."""
-    before = {value.grad_fn for n in reader.all_input_nodes for value in _tensors(n)}
-    calls = [value.grad_fn for value in _tensors(reader)]
+    `w @ w` or `F.normalize(w)` that is twice. What a call writes to has its gradient's function
+    from the last write: there all reads before and after it count, which may be too many."""
+    given = [value for n in reader.all_input_nodes for value in _tensors(n)]
+    results = _tensors(reader) or given[:1]  # `x[:] = w` returns none
+    written = set(map(id, results))
+    before = {value.grad_fn for value in given if id(value) not in written}
+    calls = [value.grad_fn for value in results]
     seen: set[Any] = set()
     terms = 0
     while calls:

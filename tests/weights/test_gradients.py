@@ -355,6 +355,43 @@ def test_a_weight_that_is_read_without_a_cast_too() -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
 
 
+def _assigned(y: torch.Tensor, w: torch.Tensor) -> None:
+    y[:] = y * w.detach() + w
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y, w: y.addmm_(y.detach().cos(), w),
+        lambda y, w: y.mul_(w),
+        lambda y, w: y.copy_(w),
+        _assigned,
+    ],
+    ids=["addmm_", "mul_", "copy_", "setitem"],
+)
+def test_a_weight_that_a_call_reads_and_writes_elsewhere(write: Any) -> None:
+    """Two contexts and one backward: two gradients from reads without a cast, two from casts."""
+
+    def run(**arguments: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+
+        def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x * 1
+            write(y, w)
+            return y, torch.sin(x @ w) @ w
+
+        weight, loss = nn.Parameter(data(8, 8)), torch.zeros(())
+        compiled = torch.compile(function, **arguments)
+        for x in torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(2)):
+            with bf16():
+                y, z = compiled(x, weight)
+            loss = loss + y.float().square().sum() * 1.1 + z.float().square().sum()
+        loss.backward()
+        return weight.grad
+
+    assert_same_bits(run(**ours()), run(**EAGER))
+
+
 @pytest.mark.parametrize("lookup_first", [True, False])
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
 def test_a_weight_that_several_calls_read_without_a_cast_too(
