@@ -36,7 +36,14 @@ from .lowering.separate import separate_bodies
 from .lowering.standalone import copy_graph
 from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
-from .regions import hops_to_regions, nodes_of, source_line, state_changes
+from .regions import (
+    RegionError,
+    dtypes_taken_over,
+    hops_to_regions,
+    nodes_of,
+    source_line,
+    state_changes,
+)
 from .state import (
     AutocastState,
     contexts_entered,
@@ -84,7 +91,8 @@ def smart_autocast(
     Raises:
         OptionValueError, OptionTypeError: before any work, for options that cannot be.
         PolicyError: an override that names no module, or that a call cannot take.
-        RegionError: the graph's autocast regions do not nest.
+        RegionError: the graph's autocast regions do not nest; or, at a call, the dtype that a
+            region without one was compiled for is no longer autocast's.
         NotCompiledError: with the option `autocast` or `policies`, errors of fake tensors at which
             Dynamo would leave the graph to Python.
     """
@@ -118,6 +126,7 @@ def _compile(
         if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
             graph_module, _ = hops_to_regions(graph_module)
         changes = state_changes(graph_module.graph)
+        dtypes = dtypes_taken_over(graph_module, now, parsed.autocast)
         separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
         if parsed.autocast or parsed.policies:
             graph_module = propagate(graph_module, context)
@@ -159,6 +168,8 @@ def _compile(
             compiled = _putting_right_after_errors(compiled, now)
         if now.enabled_devices:
             compiled = _with_autocast_off(compiled)
+        if dtypes:
+            compiled = _for_dtypes(compiled, dtypes)
         return compiled if changes is None else _changing_state(compiled, changes)
 
     compiled = plan.compile(compile_graph)
@@ -233,6 +244,27 @@ def _with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with disable_autocast():
             return compiled(*args)
+
+    return run
+
+
+def _for_dtypes(
+    compiled: Callable[..., Any], dtypes: Sequence[tuple[str, torch.dtype]]
+) -> Callable[..., Any]:
+    """Refuse calls that find other dtypes: Dynamo guards on the dtype of a device type only while
+    autocast is on for it."""
+
+    def run(*args: Any) -> Any:
+        for device_type, dtype in dtypes:
+            found = torch.get_autocast_dtype(device_type)
+            if found is not dtype:
+                raise RegionError(
+                    f"an autocast region without a dtype was compiled for {dtype}, which autocast "
+                    f"had for {device_type!r} then; now it has {found}. Give a dtype to every "
+                    "torch.autocast in compiled code and to the option 'autocast', or call "
+                    "torch._dynamo.reset()"
+                )
+        return compiled(*args)
 
     return run
 

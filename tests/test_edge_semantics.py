@@ -18,7 +18,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
+from autocast_backend.regions import RegionError
 from autocast_backend.state import AutocastState
 from tests.aot.harness import plain
 from tests.aot.test_subclasses import Wrapped
@@ -141,6 +143,68 @@ def test_a_weight_in_nested_regions_of_different_dtypes() -> None:
     ours = outcome(function, inputs, [], backend="smart_autocast", options=options)
     assert_same_bits(ours, outcome(function, inputs, [], backend="aot_eager"))
     assert [t.dtype for t in ours[:2]] == [torch.bfloat16, torch.float16]
+
+
+def _without_dtype(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu"):
+        return x @ x
+
+
+def _without_dtype_in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(_without_dtype, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _switched_on_by_hand(x: torch.Tensor) -> torch.Tensor:
+    torch.set_autocast_enabled("cpu", True)
+    y = x @ x
+    torch.set_autocast_enabled("cpu", False)
+    return y
+
+
+def _by_option(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (_without_dtype, {}),
+        (_without_dtype_in_a_checkpoint, {}),
+        (_switched_on_by_hand, {}),
+        (_by_option, {"autocast": {"device_type": "cpu"}}),
+    ],
+)
+def test_a_dtype_that_has_changed_since_is_an_error(function: Function, options: dict) -> None:
+    """The region takes the dtype in force, which Dynamo does not ask for while autocast is off."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend="smart_autocast", options={"inner": "aot_eager", **options}
+    )
+    x = randn(4, 4)
+    before = compiled(x)
+    assert before.dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        with pytest.raises(RegionError, match=r"a dtype to every torch\.autocast"):
+            compiled(x)
+        torch._dynamo.reset()
+        assert compiled(x).dtype is torch.float16
+    torch._dynamo.reset()
+    assert torch.equal(compiled(x), before)
+
+
+def test_a_dtype_that_has_changed_since_and_nobody_reads() -> None:
+    def explicit(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu"):
+            y = x @ x
+        with torch.autocast("cpu", enabled=False):
+            return y.float() @ x
+
+    x = randn(4, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(explicit, backend="smart_autocast", options={"inner": "aot_eager"})
+    before = compiled(x)
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        assert torch.equal(compiled(x), before)
 
 
 def test_nested_regions_of_different_device_types() -> None:

@@ -7,7 +7,7 @@ made of, `torch.set_autocast_enabled` and others, change the state for what foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..state import AutocastState
 
 
 class RegionError(RuntimeError):
-    """A graph whose enter and exit nodes do not pair up."""
+    """A graph whose enter and exit nodes do not pair up, or that was compiled for a dtype which a
+    region of it no longer has."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,34 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
     if opened:
         raise RegionError(f"{where(opened[-1][0])} opens a region that the graph never closes")
     return placements
+
+
+def dtypes_taken_over(
+    graph_module: fx.GraphModule, now: AutocastState, around: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[str, torch.dtype], ...]:
+    """The device types that are off in `now`, and the dtypes they have there, which the graph
+    computes in all the same: a region in it, or of those `around` it, names no dtype of its own.
+    Found by trying other dtypes. A body of a higher-order op is taken to stand outside of regions.
+    """
+    if not around and not any(map(is_region_node, nodes_of(graph_module))):
+        return ()
+    others = {torch.bfloat16: torch.float16}
+    devices = (replace(d, dtype=others.get(d.dtype, torch.bfloat16)) for d in now.devices)
+    other = replace(
+        now,
+        devices=tuple(d if d.enabled else o for d, o in zip(now.devices, devices, strict=True)),
+    )
+    here, there = (Placement(state.inside(around), None) for state in (now, other))
+    found = set()
+    for graph in {node.graph: None for node in nodes_of(graph_module)}:
+        placements = find_regions(graph, here)
+        tried = find_regions(graph, there)
+        states = {id(p): (p.state, tried[node].state) for node, p in placements.items()}
+        for state, if_other in states.values():
+            for d, o in zip(state.devices, if_other.devices, strict=True):
+                if d != o and (d.enabled or o.enabled):
+                    found.add(d.device_type)
+    return tuple((d.device_type, d.dtype) for d in now.devices if d.device_type in found)
 
 
 def source_line(node: fx.Node) -> str:
