@@ -262,7 +262,7 @@ def _for_dtypes(
                     f"an autocast region without a dtype was compiled for {dtype}, which autocast "
                     f"had for {device_type!r} then; now it has {found}. Give a dtype to every "
                     "torch.autocast in compiled code and to the option 'autocast', or call "
-                    "torch._dynamo.reset()"
+                    "torch.compiler.reset()"
                 )
         return compiled(*args)
 
