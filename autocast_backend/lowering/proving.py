@@ -73,7 +73,7 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     if fake_mode is None:
         return Verdict("its example value is not a fake tensor")
     state, again = c.placement.state, False
-    if strict and not comes_with_torch(c.node.target) and (weights := _weights(c)):
+    if not comes_with_torch(c.node.target) and (weights := _weights(c)):
         # A user's rule may cast without eager's weight cache.
         again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad, weights)
         state = replace(state, cache_enabled=state.cache_enabled and not again)

@@ -140,11 +140,10 @@ def dtypes_taken_over(
     if not around and not any(map(is_region_node, nodes_of(graph_module))):
         return ()
     others = {torch.bfloat16: torch.float16}
-    devices = (replace(d, dtype=others.get(d.dtype, torch.bfloat16)) for d in now.devices)
-    other = replace(
-        now,
-        devices=tuple(d if d.enabled else o for d, o in zip(now.devices, devices, strict=True)),
-    )
+    other = now
+    for d in now.devices:
+        if not d.enabled:
+            other = other.set(d.device_type, dtype=others.get(d.dtype, torch.bfloat16))
     here, there = (Placement(state.inside(around), None) for state in (now, other))
     found = set()
     for graph in {node.graph: None for node in nodes_of(graph_module)}:

@@ -20,7 +20,7 @@ from tests.aot.harness import (
     leaves,
     same_bits,
 )
-from tests.support import assert_same_bits
+from tests.support import Product, assert_same_bits
 
 
 class FullPrecision(torch.autograd.Function):
@@ -71,13 +71,8 @@ class ReadsItsResult(torch.autograd.Function):
         return (grad.float() @ w.t()).to(x.dtype), (x.t() @ result.to(x.dtype)).to(w.dtype)
 
 
-class DrawsBackwards(torch.autograd.Function):
+class DrawsBackwards(Product):
     """Random numbers that are drawn in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -86,14 +81,8 @@ class DrawsBackwards(torch.autograd.Function):
         return (noisy @ w.t()).to(x.dtype), (x.t() @ grad.to(x.dtype)).to(w.dtype)
 
 
-class NeedsAutocast(torch.autograd.Function):
+class NeedsAutocast(ReadsItsResult):
     """A backward that mixes dtypes, which only autocast brings together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        result = x @ w
-        ctx.save_for_backward(x, w, result)
-        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -333,3 +333,14 @@ def a_cast_of_the_users(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_casts_that_eager_does_not_cache(function: Function) -> None:
     """`torch.library.register_autocast` casts by `Tensor.to`, past the cache."""
     check(function, 0, cached=False)
+
+
+@pytest.mark.parametrize(
+    "function", [partly_cached, a_custom_rule_twice, a_custom_rule_and_a_call, a_cast_of_the_users]
+)
+def test_gradients_of_functions_that_cast_themselves_with_less_validation(
+    function: Function,
+) -> None:
+    options = {"inner": "aot_eager", "validate": "dtype"}
+    actual = results(function, backend="smart_autocast", options=options)
+    assert_same_bits(actual, results(function, backend="eager"))
