@@ -160,6 +160,54 @@ def test_stock_bypasses_its_cache_for_a_region_in_the_graph(unfilled: Path) -> N
         assert (stock["hit"], stock["miss"], stock["bypass"]) == (0, 0, 1)
 
 
+AFTER_STOCK = """
+import json, torch
+
+@torch.library.custom_op("smart_autocast_tests::times", mutates_args=())
+def times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y
+
+@times.register_fake
+def _(x, y):
+    return torch.empty_like(x)
+
+def backward(ctx, grad):
+    x, y = ctx.saved_tensors
+    return grad * y, (x.detach() @ y.detach()).to(grad.dtype)  # a product that reads no gradient
+
+times.register_autograd(
+    backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+def gradients(function):
+    torch.manual_seed(0)
+    x, y = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    out = function(x, y)
+    with torch.autocast("cpu", torch.bfloat16, enabled=function is not stock):
+        out.sum().backward()
+    return x.grad.tolist(), y.grad.tolist()
+
+def model(x, y):
+    return times(x, y)
+
+stock = torch.compile(model)
+gradients(stock)
+torch._dynamo.reset()
+ours = gradients(torch.compile(model, backend="smart_autocast"))
+print(json.dumps(ours == gradients(model)))
+"""
+
+
+@pytest.mark.slow
+def test_what_stock_left_in_the_caches_is_not_ours(unfilled: Path) -> None:
+    """AOTAutograd's key of a graph is the same, but stock's forward saves the result of a product
+    that the backward has to compute under its own state."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(unfilled), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    result = run_python(AFTER_STOCK, **environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) is True
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: str(tmp_path))
@@ -203,7 +251,7 @@ def test_verdicts_of_another_version_do_not_count(
 ) -> None:
     assert lower_a_product() == 1
     verdicts.forget()
-    monkeypatch.setattr(verdicts, "_version", lambda: "another torch, or another source of ours")
+    monkeypatch.setattr(verdicts, "sources", lambda: "another torch, or another source of ours")
     assert lower_a_product() == 1
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_origin
 
 import torch
@@ -22,12 +25,13 @@ def backward_pass_autocast_config() -> Any:
     return None if value == "same_as_forward" else value
 
 
-def backward_traced_off(
-    joint_pass: Callable[[fx.GraphModule], None],
-) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def backward_traced_off(joint_pass: Callable[[fx.GraphModule], None]) -> Iterator[None]:
     """AOTAutograd traces the backward under what is on, which is nothing, and its cache key has the
     default in it, whatever the user has set. `joint_pass` sees the joint graph, after the user's
-    own pass; it must not depend on more than the graph, because the cache key has no pass in it."""
+    own pass. The cache key has no pass in it, so it gets a tag: what stock's partitioner, or that
+    of another version of this package, made of an equal graph may not save what a variant reads.
+    For the same reason `joint_pass` must not depend on more than the graph."""
     from torch._functorch import config
 
     users = config.joint_custom_pass
@@ -38,9 +42,22 @@ def backward_traced_off(
         joint_pass(graph)
         return graph
 
-    return config.patch(
-        backward_pass_autocast="same_as_forward", joint_custom_pass=joint_custom_pass
-    )
+    caches = torch.compiler.config
+    with (
+        config.patch(backward_pass_autocast="same_as_forward", joint_custom_pass=joint_custom_pass),
+        caches.patch(cache_key_tag=f"{caches.cache_key_tag} smart_autocast {sources()}"),
+    ):
+        yield
+
+
+@functools.cache
+def sources() -> str:
+    """What entries of ours in the caches on disk depend on besides their graph: torch, and the
+    source of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"{torch.__version__} {torch.version.git_version} {digest.hexdigest()}"
 
 
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:

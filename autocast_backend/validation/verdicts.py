@@ -8,7 +8,6 @@ start does not validate again.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ import torch
 from torch import fx
 
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
-from .._torch.configs import compile_cache_dir
+from .._torch.configs import compile_cache_dir, sources
 from .._torch.fake_tensors import symbol_key
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched
 from ..state import AutocastState
@@ -153,17 +152,8 @@ def _path(keys: list[str]) -> Path | None:
     folder = compile_cache_dir()
     if folder is None:
         return None
-    digest = hashlib.sha256("\n".join([_version(), *keys]).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([sources(), *keys]).encode()).hexdigest()
     return Path(folder) / "smart_autocast" / f"{digest[:32]}.json"
-
-
-@functools.cache
-def _version() -> str:
-    """What else a verdict on disk depends on: torch, and the source of this package."""
-    source = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        source.update(path.read_bytes())
-    return f"{torch.__version__} {torch.version.git_version} {source.hexdigest()}"
 
 
 def _is_stable(key: str) -> bool:
