@@ -42,7 +42,7 @@ def backward_traced_off(joint_pass: Callable[[fx.GraphModule], None]) -> Iterato
         joint_pass(graph)
         return graph
 
-    caches = torch.compiler.config
+    caches: Any = torch.compiler.config
     with (
         config.patch(backward_pass_autocast="same_as_forward", joint_custom_pass=joint_custom_pass),
         caches.patch(cache_key_tag=f"{caches.cache_key_tag} smart_autocast {sources()}"),
