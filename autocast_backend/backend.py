@@ -15,7 +15,7 @@ from torch import fx
 from . import _logging
 from ._torch.aot import training_graphs
 from ._torch.autocast import disable_autocast, wrap_with_autocast
-from ._torch.configs import backward_traced_off
+from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
     counters,
     graph_break_errors,
@@ -154,6 +154,7 @@ def _compile(
                 region = _region(module, inputs, inner, parsed, context.ambient)
                 stack.enter_context(training_graphs(region.follow_autocast))
                 stack.enter_context(backward_traced_off(region.keep_in_backward))
+            stack.enter_context(own_cache_entries())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

@@ -25,13 +25,12 @@ def backward_pass_autocast_config() -> Any:
     return None if value == "same_as_forward" else value
 
 
-@contextlib.contextmanager
-def backward_traced_off(joint_pass: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+def backward_traced_off(
+    joint_pass: Callable[[fx.GraphModule], None],
+) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd traces the backward under what is on, which is nothing, and its cache key has the
     default in it, whatever the user has set. `joint_pass` sees the joint graph, after the user's
-    own pass. The cache key has no pass in it, so it gets a tag: what stock's partitioner, or that
-    of another version of this package, made of an equal graph may not save what a variant reads.
-    For the same reason `joint_pass` must not depend on more than the graph."""
+    own pass; it must not depend on more than the graph, because the cache key has no pass in it."""
     from torch._functorch import config
 
     users = config.joint_custom_pass
@@ -42,12 +41,17 @@ def backward_traced_off(joint_pass: Callable[[fx.GraphModule], None]) -> Iterato
         joint_pass(graph)
         return graph
 
-    caches: Any = torch.compiler.config
-    with (
-        config.patch(backward_pass_autocast="same_as_forward", joint_custom_pass=joint_custom_pass),
-        caches.patch(cache_key_tag=f"{caches.cache_key_tag} smart_autocast {sources()}"),
-    ):
-        yield
+    return config.patch(
+        backward_pass_autocast="same_as_forward", joint_custom_pass=joint_custom_pass
+    )
+
+
+def own_cache_entries() -> contextlib.AbstractContextManager[Any]:
+    """Keep what is compiled meanwhile apart from what stock, or another version of this package,
+    has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
+    graphs nor of kernels that are opened (kernels.py)."""
+    config: Any = torch.compiler.config
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} smart_autocast {sources()}")
 
 
 @functools.cache
