@@ -3,6 +3,7 @@ eager, in the forward and in every state of the backward."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,6 +99,27 @@ def test_bits_in_every_state_of_the_backward(name: str, region: bool) -> None:
         gradients.append(expected[1:])
     same = [torch.equal(a, b) for a, b in zip(gradients[0], gradients[-1], strict=True)]
     assert not all(same), "a case that shows nothing"
+
+
+@pytest.mark.parametrize("region", [True, False])
+def test_a_result_that_comes_out_twice(region: bool) -> None:
+    """The kernel of `_trilinear` returns a view of what it has made; the op does not."""
+
+    def twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(**BF16) if region else contextlib.nullcontext():
+            result = F.bilinear(x, x, w)
+            return result, result.view(-1)
+
+    def both(**compiler: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        inputs = arguments(Case(twice, ((5, 4), (2, 4, 4))))
+        with torch.autocast(**BF16, enabled=not region):
+            result, flat = torch.compile(twice, **compiler)(*inputs)
+        assert flat.data_ptr() == result.data_ptr()
+        loss = result.float().sum() + flat.float().square().sum()
+        return [result, flat, *torch.autograd.grad(loss, inputs)]
+
+    assert_same_bits(both(**OURS), both(backend="eager"))
 
 
 def test_without_opening_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:

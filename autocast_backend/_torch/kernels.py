@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -180,7 +181,16 @@ class _Opening(TorchDispatchMode):
         try:
             for device_type in self._on:
                 torch.set_autocast_enabled(device_type, True)
-            return func._op_dk(self._key, *args, **kwargs)
+            made = func._op_dk(self._key, *args, **kwargs)
+            return pytree.tree_map_only(FunctionalTensor, _no_view, made)
         finally:
             for device_type in self._on:
                 torch.set_autocast_enabled(device_type, False)
+
+
+def _no_view(made: FunctionalTensor) -> FunctionalTensor:
+    """What an op returns is a new tensor, also where its kernel returns a view of one it has made:
+    AOTAutograd would make that view again, of a base that only knows the op's result."""
+    if made.is_base_tensor():
+        return made
+    return FunctionalTensor.to_functional(made.from_functional())
