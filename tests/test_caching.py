@@ -251,7 +251,7 @@ def test_verdicts_of_another_version_do_not_count(
 ) -> None:
     assert lower_a_product() == 1
     verdicts.forget()
-    monkeypatch.setattr(verdicts, "sources", lambda: "another torch, or another source of ours")
+    monkeypatch.setattr(verdicts, "made_with", lambda: "another torch, or another source of ours")
     assert lower_a_product() == 1
 
 

@@ -51,17 +51,19 @@ def own_cache_entries() -> contextlib.AbstractContextManager[Any]:
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
     graphs nor of kernels that are opened (kernels.py)."""
     config: Any = torch.compiler.config
-    return config.patch(cache_key_tag=f"{config.cache_key_tag} smart_autocast {sources()}")
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} smart_autocast {made_with()}")
 
 
 @functools.cache
-def sources() -> str:
-    """What entries of ours in the caches on disk depend on besides their graph: torch, and the
-    source of this package."""
-    digest = hashlib.sha256()
+def made_with() -> str:
+    """What entries of ours in the caches on disk depend on besides their graph: torch, the source
+    of this package, and the processor, which has a say in what some kernels call (kernels.py)."""
+    source = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return f"{torch.__version__} {torch.version.git_version} {digest.hexdigest()}"
+        source.update(path.read_bytes())
+    can = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    processor = f"{torch.backends.cpu.get_cpu_capability()} {' '.join(can)}"
+    return f"{torch.__version__} {torch.version.git_version} {source.hexdigest()} {processor}"
 
 
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -1,9 +1,9 @@
 """Verdicts of validation, each asked for once.
 
-A verdict depends on what is called, on the metadata of its arguments, on the autocast state and on
-the grad mode, and on nothing else: it is kept by a key that spells these out. Within a process in
-memory; across processes in one file per graph beside torch.compile's own caches, so that a warm
-start does not validate again.
+A verdict depends on what is called, on the metadata of its arguments, on the autocast state, the
+grad mode and the default dtype, and on nothing else: it is kept by a key that spells these out.
+Within a process in memory; across processes in one file per graph beside torch.compile's own
+caches, so that a warm start does not validate again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
-from .._torch.configs import compile_cache_dir, sources
+from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched
 from ..state import AutocastState
@@ -70,7 +70,7 @@ def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict:
 
     described = _describe(fx.node.map_arg((node.args, node.kwargs), leaf))
     devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
-    flags = (state.cache_enabled, grad, strict)
+    flags = (state.cache_enabled, grad, strict, torch.get_default_dtype())
     return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
 
 
@@ -152,14 +152,14 @@ def _path(keys: list[str]) -> Path | None:
     folder = compile_cache_dir()
     if folder is None:
         return None
-    digest = hashlib.sha256("\n".join([sources(), *keys]).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([made_with(), *keys]).encode()).hexdigest()
     return Path(folder) / "smart_autocast" / f"{digest[:32]}.json"
 
 
 def _is_stable(key: str) -> bool:
-    """Whether a key means the same in another process: no address in it, and only code that comes
-    with torch, which the version names. Other code may change between processes."""
-    return " at 0x" not in key and key.partition(" ")[0].startswith(_WITH_TORCH)
+    """Whether a key means the same in another process: no address in it. Code that does not come
+    with torch, whose version is known, is named by its address, and may change meanwhile."""
+    return " at 0x" not in key
 
 
 def comes_with_torch(target: Any) -> bool:
@@ -182,13 +182,16 @@ def _target(target: Any) -> str:
     if isinstance(target, str):
         return f"method:{target}"
     if is_dispatched(target):
-        return str(target) + _rule_of(target)
-    name = getattr(target, "__qualname__", None) or repr(target)
-    if "<" in name:  # a lambda, or a function made by another: its name is not its own
-        _named_by_address[id(target)] = target
-        name += f" at {id(target):#x}"
-    module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
-    return f"{module}.{name}"
+        name = str(target) + _rule_of(target)
+    else:
+        module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
+        name = f"{module}.{getattr(target, '__qualname__', None) or repr(target)}"
+    if name.startswith(_WITH_TORCH) and "<" not in name:
+        return name
+    # A lambda, a function made by another, or one that a notebook may define again: its name is not
+    # its own.
+    _named_by_address[id(target)] = target
+    return f"{name} at {id(target):#x}"
 
 
 def _rule_of(op: OpOverload | OpOverloadPacket) -> str:

@@ -193,3 +193,38 @@ def test_functions_that_share_a_name_are_other_questions(fake_mode: Any) -> None
     sine, product = make(torch.sin), make(lambda x: x @ x)
     assert lower_with_report(graph_of(sine, (x,), {}, STATE), STATE).untouched == 1
     assert lower_with_report(graph_of(product, (x,), {}, STATE), STATE).untouched == 0
+
+
+def test_a_function_that_is_defined_again_is_another_question(fake_mode: Any) -> None:
+    """As in a notebook: the same name, another body."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    x = torch.empty(4, 4)
+    for f, untouched in ((function, 1), (again, 0)):
+        f.__qualname__ = "function"
+        assert lower_with_report(graph_of(f, (x,), {}, STATE), STATE).untouched == untouched
+
+
+def test_another_default_dtype_is_another_question(
+    fake_mode: Any,
+) -> None:
+    """What a function makes inside has that dtype: autocast leaves a product of float64 alone."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made = torch.ones(4, 4)
+        return (made @ made) * x
+
+    x = torch.empty(4, 4)
+    before = torch.get_default_dtype()
+    try:
+        for dtype, untouched in ((torch.float64, 1), (torch.float32, 0)):
+            torch.set_default_dtype(dtype)
+            report = lower_with_report(graph_of(function, (x,), {}, STATE), STATE)
+            assert report.untouched == untouched
+    finally:
+        torch.set_default_dtype(before)
