@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dispatch import register_autograd_kernel
-from .reference import check_supported, fail, refuse_derivatives
+from .reference import check_castable, check_memory, fail, refuse_derivatives
 from .stochastic import GRIDS, philox, round_to_grid
 
 _OP = "stochastic_cast"
@@ -28,7 +28,7 @@ def check(tensors: list[Tensor], dtype: torch.dtype, offset: int) -> None:
     if offset < 0:
         raise fail(_OP, f"argument 'offset' must not be negative, got {offset}")
     for tensor in tensors:
-        check_supported(_OP, "tensors", tensor)
+        check_castable(_OP, "tensors", tensor)
         if not tensor.is_floating_point():
             raise fail(_OP, f"argument 'tensors' must hold floating tensors, got {tensor.dtype}")
         if tensor.device != tensors[0].device:
@@ -48,6 +48,7 @@ def stochastic_cast(
     tensors: list[Tensor], dtype: torch.dtype, seed: int, offset: int
 ) -> list[Tensor]:
     check(tensors, dtype, offset)
+    check_memory(*tensors)
     results = []
     for tensor, first in zip(tensors, first_counters(tensors, offset), strict=True):
         # Its elements in the order in which they lie in the result.

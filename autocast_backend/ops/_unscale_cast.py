@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch.dispatch import register_autograd_kernel
 from . import reference
-from .reference import check_supported, fail, refuse_derivatives
+from .reference import check_castable, fail, refuse_derivatives
 
 _OP = "unscale_cast"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -32,10 +32,10 @@ def check(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
         raise fail(
             _OP,
             "argument 'scale' must be a float32 tensor of one element, such as "
-            "torch.tensor(65536.0, device=grads[0].device)",
+            f"torch.tensor(65536.0, device=grads[0].device), got {scale.numel()} of {scale.dtype}",
         )
     for grad in grads:
-        check_supported(_OP, "grads", grad)
+        check_castable(_OP, "grads", grad)
         if not grad.is_floating_point():
             raise fail(_OP, f"argument 'grads' must hold floating tensors, got {grad.dtype}")
         if grad.device != scale.device:
@@ -67,6 +67,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
     check(grads, scale, dtype)
+    reference.check_memory(*grads, scale)
     inverse = inverse_of(scale)
     found = scale.new_zeros(1)
     results = []

@@ -7,6 +7,7 @@ need it on every tier, for devices without a kernel, have theirs in ``_<op>.py``
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,35 @@ def check_supported(op: str, argument: str, tensor: Tensor) -> None:
         raise fail(op, f"{expected} a complex tensor; cast torch.view_as_real(tensor) instead")
 
 
+def check_castable(op: str, argument: str, tensor: Tensor) -> None:
+    """For a tensor that will be cast: that PyTorch casts it."""
+    check_supported(op, argument, tensor)
+    expected = f"argument '{argument}' must be a dense tensor of real numbers, got"
+    if tensor.is_mkldnn:
+        raise fail(op, f"{expected} an MKLDNN tensor; pass tensor.to_dense()")
+    if tensor.dtype == torch.float4_e2m1fn_x2:
+        raise fail(op, f"{expected} a float4 tensor, which PyTorch does not cast; unpack it first")
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the elements of a tensor that has some are; `RuntimeError` where they are gone."""
+    address = tensor.data_ptr()
+    if address == 0:
+        raise RuntimeError(
+            f"smart_autocast: a tensor has {tensor.numel()} elements and no memory: it was freed, "
+            "as FSDP frees the weights that it has gathered; call this while the tensor has its "
+            "memory"
+        )
+    return address
+
+
+def check_memory(*tensors: Tensor) -> None:
+    """For what ATen is to read: on the CPU it reads memory that is not there."""
+    for tensor in tensors:
+        if tensor.numel() > 0 and tensor.device.type in ("cpu", "cuda"):
+            address_of(tensor)
+
+
 def _parse_device_type(op: str, name: str | None) -> str | None:
     if name is None:
         return None
@@ -83,8 +113,10 @@ def _is_eligible(tensor: Tensor, device_type: str | None) -> bool:
 def _smart_cast(op: str, tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
     check_supported(op, "self", tensor)
     device_type = _parse_device_type(op, device_type)
-    # Tensor.to returns the tensor itself where the dtype is right already.
-    return tensor.to(dtype) if _is_eligible(tensor, device_type) else tensor
+    if not _is_eligible(tensor, device_type) or tensor.dtype == dtype:
+        return tensor
+    check_castable(op, "self", tensor)
+    return tensor.to(dtype)
 
 
 def autocast_to_fp16(self: Tensor, *, device_type: str | None = None) -> Tensor:
@@ -118,10 +150,10 @@ def promote(tensors: list[Tensor], *, device_type: str | None = None) -> list[Te
     dtypes = {tensor.dtype for tensor in tensors if _is_eligible(tensor, device_type)}
     if len(dtypes) < 2:
         return list(tensors)
-    return [
-        tensor.to(torch.float32) if _is_eligible(tensor, device_type) else tensor
-        for tensor in tensors
-    ]
+    narrow = [_is_eligible(t, device_type) and t.dtype != torch.float32 for t in tensors]
+    for tensor in itertools.compress(tensors, narrow):
+        check_castable("promote", "tensors", tensor)
+    return [t.float() if cast else t for t, cast in zip(tensors, narrow, strict=True)]
 
 
 def full_precision_dtype(
@@ -149,7 +181,7 @@ def check_multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
             f"argument 'dtype' must be a floating dtype, such as torch.bfloat16, got {dtype}",
         )
     for tensor in tensors:
-        check_supported("multi_cast", "tensors", tensor)
+        check_castable("multi_cast", "tensors", tensor)
         if tensor.device != tensors[0].device:
             raise fail(
                 "multi_cast",
@@ -176,18 +208,21 @@ def check_out(
         if result.shape != tensor.shape:
             raise fail(
                 op,
-                f"{name} have the shape of '{argument}[{i}]'; make it with "
-                "torch.empty_like(tensor, dtype=dtype)",
+                f"{name} have the shape of '{argument}[{i}]', {tuple(tensor.shape)}, got "
+                f"{tuple(result.shape)}; make it with torch.empty_like(tensor, dtype=dtype)",
             )
         if result.device != tensor.device:
-            raise fail(op, f"{name} be on the device of '{argument}'")
+            raise fail(
+                op, f"{name} be on the device of '{argument}', {tensor.device}, got {result.device}"
+            )
         if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
             raise fail(op, f"{name} have memory of its own for every element, got an expanded one")
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    begin = address_of(tensor)
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_no_overlap(op: str, argument: str, tensors: list[Tensor], out: list[Tensor]) -> None:
@@ -223,6 +258,7 @@ def check_multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, out: list[Te
 
 def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     check_multi_cast(tensors, dtype)
+    check_memory(*tensors)
     return [tensor.to(dtype, copy=True) for tensor in tensors]
 
 
@@ -244,11 +280,12 @@ def check_cast_with_stats(self: Tensor, dtype: torch.dtype) -> None:
             "cast_with_stats",
             f"argument 'self' must be float64, float32, float16 or bfloat16, got {self.dtype}",
         )
-    check_supported("cast_with_stats", "self", self)
+    check_castable("cast_with_stats", "self", self)
 
 
 def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     check_cast_with_stats(self, dtype)
+    check_memory(self)
     result = self.to(dtype, copy=True)
     magnitude, nan = self.abs(), self.isnan()
     amax = magnitude.masked_fill(nan, 0).max() if self.numel() > 0 else magnitude.sum()

@@ -148,7 +148,7 @@ def _check_tensor(argument: str, value: object) -> None:
 
 
 def _check_device_type(value: object) -> None:
-    if value is None or value in _COMMON_DEVICE_TYPES:
+    if value is None or (isinstance(value, str) and value in _COMMON_DEVICE_TYPES):
         return
     expected = "argument 'device_type' must be a device type such as 'cpu' or 'cuda', or None, got"
     if not isinstance(value, str):

@@ -11,7 +11,7 @@ Tensor autocast_to_reduced_precision(const Tensor& self, ScalarType dtype,
     fail(op,
          "argument 'dtype' must be a floating dtype narrower than float32, such as "
          "torch.float16 or torch.bfloat16, got " +
-             std::string(torch::headeronly::toString(dtype)));
+             dtype_name(dtype));
   }
   return smart_cast(op, self, dtype, device_type);
 }

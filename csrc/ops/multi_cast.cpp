@@ -29,7 +29,7 @@ void multi_cast_out(StableIValue* stack, uint64_t, uint64_t) {
 // Every tensor in `dtype`, in one pass: what `cast` gives for each, rounded as aten::to rounds,
 // always new tensors, with the strides of the argument where that is dense. `dtype` is floating;
 // the tensors are real, on one device, of any dtypes and shapes. A gradient returns in its tensor's
-// dtype, for each tensor on its own (autocast_backend/ops/multi_cast.py).
+// dtype, for each tensor on its own (autocast_backend/ops/_multi_cast.py).
 //
 // `out`: into these tensors, of `dtype` and the shapes of `tensors`, each with memory of its own.
 STABLE_TORCH_LIBRARY_FRAGMENT(smart_autocast, m) {

@@ -13,9 +13,8 @@ namespace smart_autocast {
 // The dtype that is asked for, and tensors of real numbers on one device.
 inline void check_multi_cast(const TensorList& tensors, ScalarType dtype) {
   if (dtype != ScalarType::Double && !is_autocast_dtype(dtype)) {
-    fail("multi_cast", std::string("argument 'dtype' must be a floating dtype, such as "
-                                   "torch.bfloat16, got ") +
-                           torch::headeronly::toString(dtype));
+    fail("multi_cast", "argument 'dtype' must be a floating dtype, such as torch.bfloat16, got " +
+                           dtype_name(dtype));
   }
   if (tensors.empty()) {
     return;
@@ -26,7 +25,7 @@ inline void check_multi_cast(const TensorList& tensors, ScalarType dtype) {
   for (const OwnedTensor& tensor : tensors) {
     const int32_t own_dtype = dtype_of(tensor);
     if (own_dtype != checked_dtype || layout_of(tensor) != strided) {
-      check_supported("multi_cast", "tensors", stable_tensor(tensor));
+      check_castable("multi_cast", "tensors", stable_tensor(tensor));
       checked_dtype = own_dtype;
     }
     if (!(DeviceOf(tensor) == device)) {

@@ -16,6 +16,14 @@ inline void copy_by_aten(const OwnedTensor& to, const OwnedTensor& from) {
   torch::stable::copy_(out, stable_tensor(from));
 }
 
+inline std::string shape_text(const Geometry& geometry) {
+  std::string text = "(";
+  for (int64_t i = 0; i < geometry.dim; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(geometry.sizes[i]);
+  }
+  return text + (geometry.dim == 1 ? ",)" : ")");
+}
+
 // The first byte of a tensor that holds elements, and the one after its last.
 struct ByteRange {
   const char* begin;
@@ -87,12 +95,14 @@ inline void check_out(const OutOf& of, const TensorList& tensors, ScalarType dty
       check_supported(of.op, "out", stable_tensor(out[i]));
     }
     if (dtype_of(out[i]) != code) {
-      fail_at(i, std::string("have the dtype asked for, ") + torch::headeronly::toString(dtype));
+      fail_at(i, "have the dtype asked for, " + dtype_name(dtype) + ", got " +
+                     dtype_name(static_cast<ScalarType>(dtype_of(out[i]))));
     }
     const Geometry from(tensors[i]), to(out[i]);
     if (from.dim != to.dim || !std::equal(from.sizes, from.sizes + from.dim, to.sizes)) {
-      fail_at(i, "have the shape of '" + of.argument + "[" + std::to_string(i) +
-                     "]'; make it with torch.empty_like(tensor, dtype=dtype)");
+      fail_at(i, "have the shape of '" + of.argument + "[" + std::to_string(i) + "]', " +
+                     shape_text(from) + ", got " + shape_text(to) +
+                     "; make it with torch.empty_like(tensor, dtype=dtype)");
     }
     if (!(DeviceOf(out[i]) == DeviceOf(tensors[i]))) {
       fail_at(i, "be on the device of '" + of.argument + "'");

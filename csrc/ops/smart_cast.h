@@ -14,6 +14,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -31,6 +33,40 @@ using torch::stable::Tensor;
 // line before the text; the user needs the op and the argument instead.
 [[noreturn]] inline void fail(const char* op, const std::string& message) {
   throw std::runtime_error("smart_autocast::" + std::string(op) + ": " + message);
+}
+
+// What Python calls a dtype.
+inline std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return "torch.float64";
+    case ScalarType::Float:
+      return "torch.float32";
+    case ScalarType::Half:
+      return "torch.float16";
+    case ScalarType::Long:
+      return "torch.int64";
+    case ScalarType::Int:
+      return "torch.int32";
+    case ScalarType::Short:
+      return "torch.int16";
+    case ScalarType::Char:
+      return "torch.int8";
+    case ScalarType::Byte:
+      return "torch.uint8";
+    case ScalarType::ComplexHalf:
+      return "torch.complex32";
+    case ScalarType::ComplexFloat:
+      return "torch.complex64";
+    case ScalarType::ComplexDouble:
+      return "torch.complex128";
+    default: {  // the others differ in capitals alone
+      std::string name = torch::headeronly::toString(dtype);
+      std::transform(name.begin(), name.end(), name.begin(),
+                     [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+      return "torch." + name;
+    }
+  }
 }
 
 // The device type an op was asked to act on; empty: each tensor's own.
@@ -85,6 +121,22 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
   }
 }
 
+// What aten::to casts, for a tensor that will be cast: its own errors do not get through the stable
+// ABI with their words.
+inline void check_castable(const char* op, const char* argument, const Tensor& tensor) {
+  check_supported(op, argument, tensor);
+  const std::string expected =
+      std::string("argument '") + argument + "' must be a dense tensor of real numbers, got ";
+  int32_t layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  if (layout == aoti_torch_layout__mkldnn()) {
+    fail(op, expected + "an MKLDNN tensor; pass tensor.to_dense()");
+  }
+  if (tensor.scalar_type() == ScalarType::Float4_e2m1fn_x2) {
+    fail(op, expected + "a float4 tensor, which PyTorch does not cast; unpack it first");
+  }
+}
+
 // Floating dtypes that fit in 32 bits: all that autocast ever casts from.
 inline bool is_autocast_dtype(ScalarType dtype) {
   switch (dtype) {
@@ -123,6 +175,7 @@ inline Tensor smart_cast(const char* op, const Tensor& self, ScalarType target,
   if (!is_eligible(self, device) || self.scalar_type() == target) {
     return self;
   }
+  check_castable(op, "self", self);
   return torch::stable::to(self, target);
 }
 

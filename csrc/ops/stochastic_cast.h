@@ -14,9 +14,9 @@ inline void check_stochastic_cast(const TensorList& tensors, ScalarType dtype, i
   if (dtype != ScalarType::BFloat16 && dtype != ScalarType::Half &&
       dtype != ScalarType::Float8_e4m3fn && dtype != ScalarType::Float8_e5m2) {
     fail("stochastic_cast",
-         std::string("argument 'dtype' must be torch.bfloat16, torch.float16, torch.float8_e4m3fn "
-                     "or torch.float8_e5m2, got ") +
-             torch::headeronly::toString(dtype));
+         "argument 'dtype' must be torch.bfloat16, torch.float16, torch.float8_e4m3fn or "
+         "torch.float8_e5m2, got " +
+             dtype_name(dtype));
   }
   if (offset < 0) {
     fail("stochastic_cast",
@@ -24,10 +24,10 @@ inline void check_stochastic_cast(const TensorList& tensors, ScalarType dtype, i
   }
   for (const OwnedTensor& one : tensors) {
     const Tensor tensor = stable_tensor(one);
-    check_supported("stochastic_cast", "tensors", tensor);
+    check_castable("stochastic_cast", "tensors", tensor);
     if (tensor.scalar_type() != ScalarType::Double && !is_autocast_dtype(tensor.scalar_type())) {
-      fail("stochastic_cast", std::string("argument 'tensors' must hold floating tensors, got ") +
-                                  torch::headeronly::toString(tensor.scalar_type()));
+      fail("stochastic_cast", "argument 'tensors' must hold floating tensors, got " +
+                                  dtype_name(tensor.scalar_type()));
     }
     if (!(DeviceOf(one) == DeviceOf(tensors[0]))) {
       fail("stochastic_cast",

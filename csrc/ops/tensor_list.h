@@ -13,6 +13,8 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace smart_autocast {
@@ -147,7 +149,20 @@ struct DeviceOf {
 inline char* data_of(const OwnedTensor& tensor) {
   void* data = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  if (data == nullptr && Geometry(tensor).numel > 0) {
+    throw std::runtime_error(
+        "smart_autocast: a tensor has " + std::to_string(Geometry(tensor).numel) +
+        " elements and no memory: it was freed, as FSDP frees the weights that it has gathered; "
+        "call this while the tensor has its memory");
+  }
   return static_cast<char*>(data);
+}
+
+// aten::to in a kernel, for a tensor with memory: on the CPU, ATen reads what is not there.
+inline OwnedTensor cast_memory_by_aten(const OwnedTensor& tensor,
+                                       torch::headeronly::ScalarType dtype) {
+  data_of(tensor);
+  return cast_by_aten(tensor, dtype);
 }
 
 // The stable ABI's number of a dtype (the one that dtype_of gives), and back.

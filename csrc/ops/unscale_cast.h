@@ -14,22 +14,27 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
                                ScalarType dtype) {
   if (dtype != ScalarType::Float && dtype != ScalarType::Double && dtype != ScalarType::Half &&
       dtype != ScalarType::BFloat16) {
-    fail("unscale_cast", std::string("argument 'dtype' must be torch.float32, torch.float64, "
-                                     "torch.float16 or torch.bfloat16, got ") +
-                             torch::headeronly::toString(dtype));
+    fail("unscale_cast",
+         "argument 'dtype' must be torch.float32, torch.float64, torch.float16 or torch.bfloat16, "
+         "got " +
+             dtype_name(dtype));
   }
-  if (dtype_of(scale) != dtype_code(ScalarType::Float) || Geometry(scale).numel != 1) {
+  const int32_t scale_dtype = dtype_of(scale);
+  const int64_t scale_numel = Geometry(scale).numel;
+  if (scale_dtype != dtype_code(ScalarType::Float) || scale_numel != 1) {
     fail("unscale_cast",
          "argument 'scale' must be a float32 tensor of one element, such as "
-         "torch.tensor(65536.0, device=grads[0].device)");
+         "torch.tensor(65536.0, device=grads[0].device), got " +
+             std::to_string(scale_numel) + " of " +
+             dtype_name(static_cast<ScalarType>(scale_dtype)));
   }
   const DeviceOf device(scale);
   for (const OwnedTensor& grad : grads) {
     const Tensor tensor = stable_tensor(grad);
-    check_supported("unscale_cast", "grads", tensor);
+    check_castable("unscale_cast", "grads", tensor);
     if (tensor.scalar_type() != ScalarType::Double && !is_autocast_dtype(tensor.scalar_type())) {
-      fail("unscale_cast", std::string("argument 'grads' must hold floating tensors, got ") +
-                               torch::headeronly::toString(tensor.scalar_type()));
+      fail("unscale_cast",
+           "argument 'grads' must hold floating tensors, got " + dtype_name(tensor.scalar_type()));
     }
     if (!(DeviceOf(grad) == device)) {
       fail("unscale_cast",

@@ -218,12 +218,21 @@ class SmartCastSuite:
         with pytest.raises(RuntimeError, match=expected):
             call(make(sample(torch.float32, 3, 5)))
 
+    def test_what_pytorch_does_not_cast(self, call: Any) -> None:
+        """An error where there is something to cast, the tensor itself where there is not."""
+        packed = torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        with pytest.raises(RuntimeError, match=r"'self' must be a dense .* got a float4"):
+            call(packed)
+        assert call(packed, device_type="cuda") is packed
+
     def test_bad_arguments(self) -> None:
         tensor = sample(torch.float32, 3)
         with pytest.raises(TypeError, match=r"'tensor' must be a torch.Tensor, got list"):
             self.cast([1.0])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"'device_type' must be .*, got device; pass"):
             self.cast(tensor, device_type=torch.device("cpu"))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"'device_type' must be .*, got list; pass"):
+            self.cast(tensor, device_type=["cpu"])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"got 'gpu'. Expected one of cpu, cuda"):
             self.cast(tensor, device_type="gpu")
         with pytest.raises(ValueError, match=r"got 'cuda:0'; leave out the index: 'cuda'"):

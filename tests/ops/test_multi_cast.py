@@ -286,6 +286,52 @@ def test_errors_of_tensors_and_dtype() -> None:
         multi_cast([tensor.to(torch.complex64)], bf16)
 
 
+def without_memory(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """As FSDP leaves a gathered weight."""
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_freed_memory_is_an_error_and_nothing_is_written() -> None:
+    from autocast_backend import cast_with_stats, unscale_cast
+
+    freed, a, scale = without_memory(f32, 4), sample(f32, 4), torch.tensor(2.0)
+    stochastic = {"rounding": "stochastic", "seed": 0}
+    message = "no memory|data is not allocated"  # ours; PyTorch's
+    for call in (
+        lambda: multi_cast([a, freed] * 5, bf16),
+        lambda: multi_cast([a, freed], torch.float8_e5m2),
+        lambda: multi_cast([a, without_memory(torch.int64, 4)] * 5, bf16),
+        lambda: multi_cast([freed], bf16, **stochastic),
+        lambda: cast_with_stats(freed, bf16),
+        lambda: unscale_cast([a, freed], scale),
+        lambda: unscale_cast([a], without_memory(f32)),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    x, y = torch.zeros(4, dtype=bf16), torch.zeros(4, dtype=bf16)
+    with pytest.raises(RuntimeError, match=message):
+        multi_cast([a, freed], bf16, out=[x, y])
+    with pytest.raises(RuntimeError, match=message):
+        multi_cast([a, a], bf16, out=[x, without_memory(bf16, 4)])
+    with pytest.raises(RuntimeError, match=message):
+        unscale_cast([a, freed], scale, bf16, out=[x, y])
+    assert_same(x, torch.zeros(4, dtype=bf16))
+
+
+def test_what_pytorch_does_not_cast_is_an_error_and_nothing_is_written() -> None:
+    a = sample(f32, 4)
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    strided = torch.zeros(8, dtype=bf16)[::2]  # by ATen, before the kernel runs
+    with pytest.raises(RuntimeError, match=r"'tensors' must be a dense tensor .* got a float4"):
+        multi_cast([a, packed], bf16, out=[strided, torch.empty(4, dtype=bf16)])
+    assert torch.equal(strided, torch.zeros(4, dtype=bf16))
+    if torch.backends.mkldnn.is_available():
+        with pytest.raises(RuntimeError, match=r"'tensors' must be .* got an MKLDNN tensor"):
+            multi_cast([a, torch.ones(2, 2).to_mkldnn()], bf16)
+
+
 def test_mixed_devices_are_an_error() -> None:
     message = "'tensors' must hold tensors on one device"
     with pytest.raises(RuntimeError, match=message):
@@ -303,9 +349,9 @@ def test_errors_of_out() -> None:
     x, y = torch.empty(3, dtype=bf16), torch.empty(4, dtype=bf16)
     with pytest.raises(RuntimeError, match="must hold as many tensors as 'tensors', 2, got 1"):
         call(x)
-    with pytest.raises(RuntimeError, match=r"'out\[1\]' must have the dtype asked for"):
+    with pytest.raises(RuntimeError, match=r"'out\[1\]' .* torch.bfloat16, got torch.float16"):
         call(x, torch.empty(4, dtype=f16))
-    with pytest.raises(RuntimeError, match=r"'out\[1\]' must have the shape of 'tensors\[1\]'"):
+    with pytest.raises(RuntimeError, match=r"'tensors\[1\]', \(4,\), got \(2, 2\); make"):
         call(x, torch.empty(2, 2, dtype=bf16))
     with pytest.raises(RuntimeError, match=r"'out\[1\]' must have memory of its own"):
         call(x, torch.empty(1, dtype=bf16).expand(4))

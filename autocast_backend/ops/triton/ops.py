@@ -43,7 +43,8 @@ class _Rows(dict[torch.dtype, list[Row]]):
 
     def add(self, result: Tensor, tensor: Tensor, number: int = 0) -> None:
         if tensor.numel() > 0:
-            row = Row(tensor.numel(), result.data_ptr(), tensor.data_ptr(), number)
+            addresses = reference.address_of(result), reference.address_of(tensor)
+            row = Row(tensor.numel(), *addresses, number)
             self.setdefault(tensor.dtype, []).append(row)
 
 

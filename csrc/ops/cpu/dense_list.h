@@ -31,7 +31,7 @@ class DenseList {
       const OwnedTensor* source = &tensors[i];
       ScalarType from = scalar_type(dtype_of(*source));
       if (find_convert(read_as_, from) == nullptr || !is_dense(*source, Geometry(*source))) {
-        read_[i] = cast_by_aten(*source, read_as_);
+        read_[i] = cast_memory_by_aten(*source, read_as_);
         source = &read_[i];
         from = read_as_;
       }

@@ -63,7 +63,7 @@ void multi_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
     const ConvertFunction convert = find(from);
     const Geometry geometry(tensors[i]);
     if (convert == nullptr || !is_dense(tensors[i], geometry)) {
-      results[i] = cast_by_aten(tensors[i], dtype);
+      results[i] = cast_memory_by_aten(tensors[i], dtype);
       continue;
     }
     AtenTensorHandle result = nullptr;

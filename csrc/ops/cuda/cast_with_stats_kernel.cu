@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor> cast_with_stats_cuda(const Tensor& self, ScalarType d
   const ScalarType from = self.scalar_type();
   OwnedTensor tensor = owned_tensor(self);
   if (!is_dense(tensor, Geometry(tensor))) {
-    tensor = cast_by_aten(tensor, from);
+    tensor = cast_memory_by_aten(tensor, from);
   }
   const Geometry geometry(tensor);
   const int32_t device = DeviceOf(tensor).index;

@@ -96,7 +96,7 @@ void multi_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Geometry geometry(tensors[i]);
     if (!work.takes(tensors[i], geometry)) {
-      results[i] = cast_by_aten(tensors[i], dtype);
+      results[i] = cast_memory_by_aten(tensors[i], dtype);
       continue;
     }
     results[i] = empty_strided(geometry, code, device);

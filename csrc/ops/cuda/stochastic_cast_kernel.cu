@@ -42,7 +42,7 @@ void stochastic_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {
   for (const OwnedTensor& tensor : tensors) {
     const OwnedTensor* source = &tensor;
     if (dtype_of(tensor) != float_code || !is_dense(tensor, Geometry(tensor))) {
-      cast.push_back(cast_by_aten(tensor, ScalarType::Float));
+      cast.push_back(cast_memory_by_aten(tensor, ScalarType::Float));
       source = &cast.back();
     }
     const Geometry geometry(*source);

@@ -62,7 +62,7 @@ std::pair<TensorList, OwnedTensor> run_all(const TensorList& grads, const OwnedT
     const OwnedTensor* source = &grads[i];
     int kernel = find_kernel(dtype, scalar_type(dtype_of(*source)));
     if (kernel < 0 || !is_dense(*source, Geometry(*source))) {
-      source = &cast.emplace_back(cast_by_aten(*source, dtype));
+      source = &cast.emplace_back(cast_memory_by_aten(*source, dtype));
       kernel = find_kernel(dtype, dtype);
     }
     const Geometry geometry(*source);
