@@ -302,6 +302,29 @@ def test_code_that_may_change_between_processes_is_asked_again(store: Path) -> N
             assert lower_with_report(graph_of(op, (x,), {}, state), state).checked == 1
 
 
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with PyTorch's own caches: read-only homes and full disks are found in containers."""
+    in_the_way = tmp_path / "smart_autocast"
+    in_the_way.write_text("a file")  # `mkdir` fails for root, too, whom no permissions stop
+    monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: str(tmp_path))
+    verdicts.forget()
+    with caplog.at_level("WARNING", logger="autocast_backend"):
+        assert lower_a_product() == 1
+    assert "the next process validates again" in caplog.text
+    in_the_way.unlink()
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    verdicts.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(verdicts.os, "replace", full)
+        assert lower_a_product() == 1
+    assert list(in_the_way.iterdir()) == []
+
+
 def test_without_a_cache_directory_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._logging import log
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
@@ -110,12 +111,10 @@ class Verdicts:
             k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within, v.keeps, v.stale]
             for k, v in stable.items()
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside its final place and renamed, so that a reader never sees half a file.
-        handle, temporary = tempfile.mkstemp(dir=self._path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(rows, file)
-        os.replace(temporary, self._path)
+        try:
+            _write(self._path, rows)
+        except OSError as error:  # a folder that is read-only, or full
+            log.warning("the next process validates again, verdicts are not kept: %s", error)
 
 
 def forget() -> None:
@@ -124,11 +123,24 @@ def forget() -> None:
     _named_by_address.clear()
 
 
+def _write(path: Path, rows: dict[str, list[Any]]) -> None:
+    """Beside its final place and renamed, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(rows, file)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
+
+
 def _load(path: Path) -> dict[str, Verdict]:
     try:
         rows = json.loads(path.read_text())
         return {key: _verdict(*row) for key, row in dict(rows).items()}
-    except FileNotFoundError:
+    except OSError:  # mostly: there is none yet
         return {}
     except (ValueError, TypeError):  # cut off or edited: validate again and write it anew
         return {}
