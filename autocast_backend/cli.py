@@ -92,12 +92,15 @@ def _lower(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     """Run the program; what it ends with, an exception or an exit status, is how this ends."""
+    from .reports.page import unwritable
+
     program, page = options.program, options.report
     problem = None
     if not program.is_file():
         problem = f"PROGRAM: there is no file {program}; expected a Python program"
-    elif page is not None and not page.absolute().parent.is_dir():
-        problem = f"--report: there is no folder {page.absolute().parent}; make it, or name another"
+    elif page is not None:
+        page = page.absolute()  # the program may change the folder
+        problem = unwritable("--report", page)
     if problem is not None:
         print(f"smart-autocast explain: {problem}", file=sys.stderr)
         return 2

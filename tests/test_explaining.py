@@ -243,3 +243,16 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("raise AssertionError('must not run')")
     assert cli.main(["explain", "--report", str(tmp_path / "no" / "x.html"), str(program)]) == 2
+    assert cli.main(["explain", "--report", str(tmp_path), str(program)]) == 2
+
+
+def test_the_report_is_where_it_was_asked_for_when_the_program_changes_the_folder(
+    tmp_path: Path,
+) -> None:
+    program, elsewhere = tmp_path / "train.py", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    program.write_text(f"import os\nos.chdir({str(elsewhere)!r})\n")
+    command = [sys.executable, "-m", "autocast_backend.cli", "explain", "--report", "casts.html"]
+    subprocess.run([*command, str(program)], cwd=tmp_path, check=True)
+    assert (tmp_path / "casts.html").is_file()
+    assert not list(elsewhere.iterdir())

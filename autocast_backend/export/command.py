@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..reports.page import to_html
+from ..reports.page import to_html, unwritable
 from ..reports.rows import GraphReport, rows_of
 from .program import check_device_type, lower_with_report
 
@@ -36,10 +36,8 @@ def lower_file(
     check_device_type(device_type, "--device")
     _check_source(source)
     for name, target in (("--output", output), ("--report", report)):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise CommandError(
-                f"{name}: there is no folder {target.absolute().parent}; make it, or name another"
-            )
+        if target is not None and (problem := unwritable(name, target)):
+            raise CommandError(problem)
     program = torch.export.load(source)
     lowered, done = lower_with_report(program, device_type=device_type)
     torch.export.save(lowered, output)

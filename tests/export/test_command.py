@@ -87,6 +87,8 @@ def test_for_another_device_type(tmp_path: Path) -> None:
         ("other.pt2", [], "this archive holds no program"),
         ("model.pt2", ["-o", "nowhere/lowered.pt2"], "--output: there is no folder"),
         ("model.pt2", ["--report", "nowhere/page.html"], "--report: there is no folder"),
+        ("model.pt2", ["-o", "."], "--output: expected a file; . is a folder"),
+        ("model.pt2", ["--report", "."], "--report: expected a file; . is a folder"),
         ("model.pt2", ["--device", "gpu"], "--device: expected one of"),
         ("decomposed.pt2", [], "Lower it first"),
     ],
