@@ -64,3 +64,17 @@ def test_counts_each_tensor_of_an_op_and_only_changes_between_floating_dtypes() 
         multi_cast([x, x.double()], torch.bfloat16)
         multi_cast([x], torch.bfloat16, out=[torch.empty(3, dtype=torch.bfloat16)])
     assert counter.casts == 1 + 2 + 1  # one to make an argument
+
+
+def test_counts_ops_that_take_or_give_more_than_they_cast() -> None:
+    from autocast_backend import cast_with_stats, unscale_cast
+
+    x, scale = torch.ones(3), torch.tensor(2.0)
+    with CastCounter() as counter:
+        cast_with_stats(x, torch.bfloat16)
+    assert counter.casts == 1
+    half = x.half()
+    with CastCounter() as counter:
+        unscale_cast([half, x], scale)
+        unscale_cast([half, x], scale, out=[torch.empty(3), torch.empty(3)])
+    assert counter.casts == 2
