@@ -216,6 +216,8 @@ def _check_inductor(given: Any, mode: str | None, inner: Any) -> Mapping[str, An
     if not mode:
         return patches
     modes = inductor_mode_options()
+    if not isinstance(mode, str):
+        raise OptionTypeError(f"mode: expected one of {', '.join(map(repr, modes))}; got {mode!r}")
     if mode not in modes:
         raise OptionValueError(f"unknown mode {mode!r}; expected {nearest(mode, modes)}")
     return {**modes[mode], **patches}

@@ -76,6 +76,8 @@ def test_a_value_of_the_wrong_type_is_a_type_error(options: Any, words: str) -> 
 def test_mode() -> None:
     with pytest.raises(ValueError, match=r"unknown mode 'max-autotun'; expected 'max-autotune'"):
         compile_with(mode="max-autotun")
+    with pytest.raises(TypeError, match=r"mode: expected one of 'default', .*; got 3"):
+        compile_with(mode=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mode='max-autotune' needs inner='inductor'"):
         parse_options({"inner": "aot_eager"}, "max-autotune")
     patches = parse_options({"inductor": {"max_autotune": False}}, "max-autotune").inductor

@@ -176,6 +176,7 @@ def multi_cast(
             and tensor.layout is torch.strided
             and not tensor.is_nested
             and rounding == "nearest-even"
+            and type(offset) is int
             and offset == 0
             and not is_compiling()
         ):
@@ -189,6 +190,7 @@ def multi_cast(
         and type(dtype) is torch.dtype
         and dtype in _METHODS
         and rounding == "nearest-even"
+        and type(offset) is int
         and offset == 0
         and not is_compiling()
         and _are_few(tensors)
@@ -204,7 +206,7 @@ def multi_cast(
         )
     if rounding != "nearest-even":
         return _stochastic_cast(tensors, dtype, out, rounding, seed, offset)
-    if seed is not None or offset != 0:
+    if seed is not None or type(offset) is not int or offset != 0:
         raise ValueError(
             "arguments 'seed' and 'offset' are for rounding='stochastic', got "
             f"rounding='nearest-even' with seed={seed!r}, offset={offset!r}"

@@ -45,7 +45,7 @@ def regions_to_hops(
         A new graph, and its signature, in which outputs that are now called otherwise are renamed.
 
     Raises:
-        TypeError: `graph_module` is no graph.
+        TypeError: `graph_module` is no graph, or `signature` no signature.
         RegionError: an exit without its enter, crossing pairs, or an enter without its exit.
     """
     check_graph_module(graph_module)

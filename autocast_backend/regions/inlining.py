@@ -34,7 +34,7 @@ def hops_to_regions(
         A new graph, and its signature, in which outputs that are now called otherwise are renamed.
 
     Raises:
-        TypeError: `graph_module` is no graph.
+        TypeError: `graph_module` is no graph, or `signature` no signature.
         RegionError: a call that is not `wrap_with_autocast(device_type, dtype, enabled,
             cache_enabled, body, *operands)` with one operand for each input of its body.
     """

@@ -14,6 +14,11 @@ def with_outputs_of(
     """`signature` with the outputs called what they are called in the graph: their order counts."""
     if signature is None:
         return None
+    if not isinstance(signature, ExportGraphSignature):
+        raise TypeError(
+            "signature: expected an ExportGraphSignature, the graph_signature of the exported "
+            f"program, or None; got {type(signature).__name__}"
+        )
     (output,) = module.graph.find_nodes(op="output")
     specs = []
     for spec, value in zip(signature.output_specs, output.args[0], strict=True):

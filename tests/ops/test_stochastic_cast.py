@@ -291,6 +291,9 @@ def test_errors() -> None:
     refused(ValueError, r"'offset' must fit .* got -9223", tensor, seed=0, offset=-(2**63) - 1)
     refused(ValueError, "'out' is for rounding='nearest-even'", tensor, out=[tensor.bfloat16()])
     refused(ValueError, "'seed' and 'offset' are for rounding=", tensor, rounding="nearest-even")
+    refused(
+        ValueError, "'offset' are for", tensor, rounding="nearest-even", seed=None, offset=tensor
+    )
     refused(RuntimeError, "'offset' must not be negative, got -1", tensor, offset=-1)
     refused(RuntimeError, "'dtype' must be torch.bfloat16, .* got", tensor, dtype=f32)
     refused(RuntimeError, "'tensors' must hold floating tensors, got", torch.arange(3))

@@ -413,3 +413,5 @@ def test_an_operand_too_few_is_refused() -> None:
 def test_what_is_no_graph_is_refused(convert: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"graph_module: expected a .*GraphModule.*; got Exported"):
         convert(export(one))
+    with pytest.raises(TypeError, match=r"signature: expected an ExportGraphSignature.*; got dict"):
+        convert(export(one).graph_module, {})
