@@ -154,9 +154,10 @@ def run_stage(stage: Stage, log: Path) -> int:
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {
-        # Where a process ends before Inductor's compile workers are up, it waits for them for up to
-        # 300 s (torch 2.11 on Python 3.12): so they start when there is something to compile.
-        "TORCH_WARM_POOL": "0",
+        # A process waits 300 s for Inductor's compile workers at its end (torch 2.11, Python 3.12)
+        # where these have had nothing to do since they started, or were started anew. They start
+        # with the first graph on a GPU, TORCH_WARM_POOL=0 or not; with one thread there are none.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         **os.environ,
         "PYTHONPATH": path,
         "FORCE_CUDA": "1",

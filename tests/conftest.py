@@ -1,5 +1,6 @@
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import torch._decomp.decompositions_for_rng
 import torch._dynamo.guards
 import torch._dynamo.utils
+import torch._inductor.config
 import torch.distributed as dist
 
 from autocast_backend.state import AutocastState, contexts_entered
@@ -64,6 +66,10 @@ def pytest_sessionstart() -> None:
     # OpenMP's threads wait for each other, which costs more than the few numbers of most tests, and
     # more still where other processes want the same cores. (tests/ops has large tensors.)
     torch.set_num_threads(1)
+    # Where there is Triton, Inductor starts processes for its kernels, for a CPU as well, which has
+    # none; what had nothing to do may keep this one 300 s at its end (torch 2.11, Python 3.12).
+    threads = os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in subprocesses, too
+    torch._inductor.config.compile_threads = int(threads)
     # A seed for a device that is not there is kept, with a traceback, for when it comes.
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():

@@ -13,9 +13,8 @@ types that are on, among those its tensors live on. Empty for "off"."""
 
 
 def current_key(device_types: Sequence[str]) -> Key:
-    """The state of the calling thread. Of the thread: the autograd engine's CUDA threads know which
-    device types are on, but have dtypes of their own (PyTorch #132715), and eager's ops use those.
-    """
+    """The state of the calling thread. Of the thread: what the autograd engine's CUDA threads do
+    not know of it (once the dtypes, PyTorch #132715), eager's ops do not use there either."""
     return tuple(
         (device_type, torch.get_autocast_dtype(device_type))
         for device_type in device_types

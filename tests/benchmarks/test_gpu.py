@@ -196,15 +196,15 @@ def test_an_old_torch_is_refused(monkeypatch):
 
 def test_a_real_stage_writes_its_log_and_is_stopped_at_its_limit(tmp_path, monkeypatch):
     log = tmp_path / "log"
-    monkeypatch.delenv("TORCH_WARM_POOL", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     code = """
 import os
-names = "FORCE_CUDA", "TORCH_WARM_POOL", "PYTHONPATH"
+names = "FORCE_CUDA", "TORCHINDUCTOR_COMPILE_THREADS", "PYTHONPATH"
 print(*(os.environ[name].split(":")[0] for name in names))
 """
     hello = Stage(name="hello", command=(sys.executable, "-c", code), limit_seconds=60)
     assert gpu.run_stage(hello, log) == 0
-    assert log.read_text() == f"1 0 {gpu.ROOT}\n"
+    assert log.read_text() == f"1 1 {gpu.ROOT}\n"
     code = """
 import time
 try:
