@@ -50,7 +50,8 @@ def cast_with_stats(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastSta
 
     Raises:
         TypeError: ``tensor`` is no tensor, or ``dtype`` no ``torch.dtype``.
-        RuntimeError: another dtype, of ``tensor`` or asked for.
+        RuntimeError: another dtype, of ``tensor`` or asked for; a tensor that is not dense, or
+            whose memory was freed.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(
@@ -104,9 +105,9 @@ def unscale_cast(
         TypeError: ``grads`` or ``out`` is no list or tuple of tensors, ``scale`` no tensor, or
             ``dtype`` no ``torch.dtype``.
         RuntimeError: another dtype; ``scale`` of another dtype or more elements; tensors on other
-            devices than ``scale``; one that is not floating; or one that requires grad while
-            gradients are on, or has a tangent of forward-mode AD; ``out`` does not fit, or shares
-            memory with others of ``grads`` or in itself.
+            devices than ``scale``; one that is not floating or dense, or whose memory was freed;
+            one that requires grad while gradients are on, or has a tangent of forward-mode AD;
+            ``out`` does not fit, or shares memory with others of ``grads`` or in itself.
     """
     _check_tensors("grads", grads)
     if not isinstance(scale, Tensor):
@@ -158,7 +159,8 @@ def multi_cast(
             ``torch.dtype``, or ``seed`` or ``offset`` no int.
         ValueError: ``dtype`` is not floating, or ``torch.float4_e2m1fn_x2``; another ``rounding``;
             ``seed``, ``offset`` or ``out`` do not go with it, or are beyond 64 bits.
-        RuntimeError: a tensor is sparse, quantized or complex; tensors are on different devices;
+        RuntimeError: a tensor is sparse, MKLDNN, quantized, complex or float4, or its memory was
+            freed, as FSDP frees gathered weights; tensors are on different devices;
             ``out`` does not fit, shares memory with ``tensors`` or in itself; with ``out`` or
             stochastic rounding, a tensor requires grad while gradients are on, or has a tangent of
             forward-mode AD.
