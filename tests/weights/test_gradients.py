@@ -90,6 +90,30 @@ def test_a_weight_that_eager_code_casts_too(eager_first: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-5)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_weight_read_inside_and_outside_of_a_transform(count: int) -> None:
+    """Its cast stays in the graph, so the gradients of two calls add up in float32. Known: the day
+    this fails, take it out of docs/weights.md."""
+
+    def gradient(**arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        weight = nn.Parameter(data(8, 8))
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return torch.func.vmap(lambda row: row @ weight)(x) + x.cos() @ weight
+
+        compiled = torch.compile(function, **arguments)
+        with bf16():
+            outputs = [compiled(x) for x in data(count, 3, 8)]
+        torch.stack(outputs).float().square().sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    expected, actual = gradient(**EAGER), gradient(**ours())
+    assert torch.equal(actual, expected) == (count == 1)
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-5)
+
+
 def test_used_twice_and_shared_differs() -> None:
     """Four bfloat16 numbers are added in another order: by graph first. Known: the day this fails,
     take it out of docs/weights.md."""
