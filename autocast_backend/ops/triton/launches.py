@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
 from . import tables
 from .tables import Row
 
@@ -45,10 +44,9 @@ def compiles_for(device: torch.device) -> bool:
 def cast_with_stats(result: Tensor, tensor: Tensor, stats: Tensor) -> None:
     """`tensor` into `result`, of one device, one shape and one order in memory, both dense; adds
     the numbers to `stats`, four zeros in float64."""
-    count = tensor.numel()
+    to, source, count = result.data_ptr(), tensor.data_ptr(), tensor.numel()
     if count == 0:
         return
-    to, source = reference.address_of(result), reference.address_of(tensor)
     tiles = -(-count // STATS_TILE)
     programs = min(tiles, _stats_programs(tensor.device))
     variant = _variant(result.dtype, tensor.dtype, is_aligned(to, source), STATS_TILE)

@@ -43,8 +43,7 @@ class _Rows(dict[torch.dtype, list[Row]]):
 
     def add(self, result: Tensor, tensor: Tensor, number: int = 0) -> None:
         if tensor.numel() > 0:
-            addresses = reference.address_of(result), reference.address_of(tensor)
-            row = Row(tensor.numel(), *addresses, number)
+            row = Row(tensor.numel(), result.data_ptr(), tensor.data_ptr(), number)
             self.setdefault(tensor.dtype, []).append(row)
 
 
@@ -52,6 +51,7 @@ def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     reference.check_cast_with_stats(self, dtype)
     if not launches.compiles_for(self.device):
         return reference.cast_with_stats(self, dtype)
+    reference.check_memory(self)
     # What is not dense is copied first, to the strides that the result has.
     dense = self if is_dense(self) else self.clone()
     result = torch.empty_like(dense, dtype=dtype)
@@ -62,6 +62,7 @@ def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     reference.check_multi_cast(tensors, dtype)
+    reference.check_memory(*tensors)
     rows = _Rows()
     results = []
     for tensor in tensors:
@@ -110,6 +111,7 @@ def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> _uns
     _unscale_cast.check(grads, scale, dtype)
     if not launches.compiles_for(scale.device):
         return _unscale_cast.unscale_cast(grads, scale, dtype)
+    reference.check_memory(*grads, scale)
     rows = _Rows()
     results = []
     for grad in grads:
@@ -171,6 +173,7 @@ def stochastic_cast(
     _stochastic_cast.check(tensors, dtype, offset)
     if not tensors or not launches.compiles_for(tensors[0].device):
         return _stochastic_cast.stochastic_cast(tensors, dtype, seed, offset)
+    reference.check_memory(*tensors)
     # What is new among these has to live until the kernels are launched.
     sources = [
         tensor if _has_kernel(tensor, dtype) else tensor.to(torch.float32, copy=True)
