@@ -92,15 +92,17 @@ inline bool is_sparse(int32_t layout) {
          layout == aoti_torch_layout_sparse_bsc();
 }
 
+[[noreturn]] inline void refuse(const char* op, const char* argument, const char* found) {
+  fail(op, std::string("argument '") + argument + "' must be a dense tensor of real numbers, got " +
+               found);
+}
+
 // Tensors whose values a cast would not simply round: no policy covers them, so say so early.
 inline void check_supported(const char* op, const char* argument, const Tensor& tensor) {
-  const std::string expected =
-      std::string("argument '") + argument + "' must be a dense tensor of real numbers, got ";
-
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   if (is_sparse(layout)) {
-    fail(op, expected + "a sparse tensor; pass tensor.to_dense(), or cast its values");
+    refuse(op, argument, "a sparse tensor; pass tensor.to_dense(), or cast its values");
   }
 
   // Quantized dtypes have no name in the stable ABI (`scalar_type()` throws without saying which
@@ -108,14 +110,14 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
   if (torch::headeronly::isQIntType(static_cast<ScalarType>(dtype))) {
-    fail(op, expected + "a quantized tensor; call tensor.dequantize() first");
+    refuse(op, argument, "a quantized tensor; call tensor.dequantize() first");
   }
 
   switch (tensor.scalar_type()) {
     case ScalarType::ComplexHalf:
     case ScalarType::ComplexFloat:
     case ScalarType::ComplexDouble:
-      fail(op, expected + "a complex tensor; cast torch.view_as_real(tensor) instead");
+      refuse(op, argument, "a complex tensor; cast torch.view_as_real(tensor) instead");
     default:
       return;
   }
@@ -125,15 +127,13 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
 // ABI with their words.
 inline void check_castable(const char* op, const char* argument, const Tensor& tensor) {
   check_supported(op, argument, tensor);
-  const std::string expected =
-      std::string("argument '") + argument + "' must be a dense tensor of real numbers, got ";
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   if (layout == aoti_torch_layout__mkldnn()) {
-    fail(op, expected + "an MKLDNN tensor; pass tensor.to_dense()");
+    refuse(op, argument, "an MKLDNN tensor; pass tensor.to_dense()");
   }
   if (tensor.scalar_type() == ScalarType::Float4_e2m1fn_x2) {
-    fail(op, expected + "a float4 tensor, which PyTorch does not cast; unpack it first");
+    refuse(op, argument, "a float4 tensor, which PyTorch does not cast; unpack it first");
   }
 }
 
