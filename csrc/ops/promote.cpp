@@ -20,7 +20,7 @@ std::vector<Tensor> promote(std::vector<Tensor> tensors, std::optional<std::stri
   }
   for (Tensor& tensor : tensors) {
     if (is_eligible(tensor, device) && tensor.scalar_type() != *widest) {
-      check_castable(op, "tensors", tensor);
+      check_convertible(op, "tensors", tensor);
       tensor = torch::stable::to(tensor, *widest);
     }
   }

@@ -123,10 +123,9 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
   }
 }
 
-// What aten::to casts, for a tensor that will be cast: its own errors do not get through the stable
+// What aten::to cannot cast although it is supported: its own errors do not get through the stable
 // ABI with their words.
-inline void check_castable(const char* op, const char* argument, const Tensor& tensor) {
-  check_supported(op, argument, tensor);
+inline void check_convertible(const char* op, const char* argument, const Tensor& tensor) {
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   if (layout == aoti_torch_layout__mkldnn()) {
@@ -135,6 +134,12 @@ inline void check_castable(const char* op, const char* argument, const Tensor& t
   if (tensor.scalar_type() == ScalarType::Float4_e2m1fn_x2) {
     refuse(op, argument, "a float4 tensor, which PyTorch does not cast; unpack it first");
   }
+}
+
+// For an op that casts each tensor it is given.
+inline void check_castable(const char* op, const char* argument, const Tensor& tensor) {
+  check_supported(op, argument, tensor);
+  check_convertible(op, argument, tensor);
 }
 
 // Floating dtypes that fit in 32 bits: all that autocast ever casts from.
@@ -175,7 +180,7 @@ inline Tensor smart_cast(const char* op, const Tensor& self, ScalarType target,
   if (!is_eligible(self, device) || self.scalar_type() == target) {
     return self;
   }
-  check_castable(op, "self", self);
+  check_convertible(op, "self", self);
   return torch::stable::to(self, target);
 }
 
