@@ -468,6 +468,25 @@ def test_a_weight_that_a_call_returns_as_it_is(same: Any, frozen: bool) -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
 
 
+def test_a_weight_that_a_call_reads_beside_a_dynamic_size() -> None:
+    """What a call takes in may be a number that is not known yet."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, w) * w.repeat(x.shape[0], 1).mean()
+
+    def run(**arguments: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+        w = nn.Parameter(data(5, 8))
+        compiled = torch.compile(function, dynamic=True, **arguments)
+        with bf16():
+            loss = sum(compiled(data(n, 8), w).float().square().mean() for n in (3, 4))
+        loss.backward()  # type: ignore[union-attr]
+        return w.grad
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
+
+
 @pytest.mark.parametrize("read", [lambda w: w @ w, nn.functional.normalize])
 def test_a_weight_that_one_call_reads_twice_without_a_cast(read: Any) -> None:
     """Two gradients from one call, and one from the cast: a sum that depends on their order."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocast_backend.weights.cache import stores
+from autocast_backend.weights.cache import Shared, stores
 from tests.support import assert_same_bits
 
 from .recordings import Recorder
@@ -158,6 +158,16 @@ def test_graphs_that_are_not_recorded_share_the_memory(first: str, recorder: Rec
     before = recorder.recordings
     steps(4)
     assert recorder.recordings == before >= 2
+
+
+def test_a_cast_that_two_recorded_graphs_read_is_kept_once(recorder: Recorder) -> None:
+    model, x = make(Plain), data(3, 8)
+    calls = [recorded(model), recorded(lambda x: model(x))]
+    for _ in range(4):
+        with bf16():
+            loss = sum(call(x).float().square().mean() for call in calls)
+        loss.backward()  # type: ignore[union-attr]
+    assert [len(Shared.kept[id(p), torch.bfloat16]) for p in model.parameters()] == [1] * 4
 
 
 def test_scopes_and_lasting_casts_have_memory_of_their_own(recorder: Recorder) -> None:
