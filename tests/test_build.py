@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -184,6 +185,20 @@ def info(target: Path) -> str:
         capture_output=True,
         text=True,
     ).stdout
+
+
+def test_an_sdist_has_all_that_the_readme_and_the_tests_name(sources: Path, tmp_path: Path) -> None:
+    for name in ("benchmarks", "docs", "examples", "tests"):
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (ROOT / "Makefile", *ROOT.glob("*.md")):
+        shutil.copy(file, sources)
+    there = {str(path.relative_to(sources)) for path in sources.rglob("*") if path.is_file()}
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=sources, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        packed = {name.partition("/")[2] for name in sdist.getnames()}
+    assert there - packed == set()
 
 
 @pytest.mark.slow
