@@ -38,6 +38,9 @@ from tests.support import (
 
 CUDA_FP16 = {"device_type": "cuda", "dtype": torch.float16}
 Function = Callable[..., Any]
+traces_what_sets_autocast = needs_torch(
+    2, 13, because="Dynamo does not trace what sets autocast's state"
+)
 
 
 RAISED = ("Unexpected floating ScalarType", "to have the same dtype")
@@ -170,7 +173,7 @@ def _by_option(x: torch.Tensor) -> torch.Tensor:
     [
         (_without_dtype, {}),
         (_without_dtype_in_a_checkpoint, {}),
-        (_switched_on_by_hand, {}),
+        pytest.param(_switched_on_by_hand, {}, marks=traces_what_sets_autocast),
         (_by_option, {"autocast": {"device_type": "cpu"}}),
     ],
 )
@@ -458,7 +461,7 @@ def test_is_autocast_enabled_read_inside_the_region() -> None:
     assert not torch.equal(out[0], out[0].new_zeros(8, 8))
 
 
-@needs_torch(2, 13, because="Dynamo does not trace what sets autocast's state")
+@traces_what_sets_autocast
 def test_a_context_written_by_hand() -> None:
     """Of the functions that `torch.autocast` is made of: they change the state for what follows,
     and clearing the cache ends the life of its casts."""
@@ -479,7 +482,7 @@ def test_a_context_written_by_hand() -> None:
     assert [t.dtype for t in out[:2]] == [torch.float16, torch.float32]
 
 
-@needs_torch(2, 13, because="Dynamo does not trace what sets autocast's state")
+@traces_what_sets_autocast
 def test_autocast_set_by_hand_inside_of_regions() -> None:
     """The end of a region sets its device type back, and no other."""
 
@@ -501,7 +504,7 @@ def test_autocast_set_by_hand_inside_of_regions() -> None:
     assert [t.dtype for t in out[:5]] == [fp32, bf16, bf16, bf16, fp32]
 
 
-@needs_torch(2, 13, because="Dynamo does not trace what sets autocast's state")
+@traces_what_sets_autocast
 def test_the_cache_switched_off_and_cleared_by_hand() -> None:
     def once(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (x @ w).sin() @ w
