@@ -367,12 +367,16 @@ def writes_to_data(weight: nn.Parameter) -> None:
     weight.data.mul_(2)
 
 
+def adds_to_data(weight: nn.Parameter) -> None:
+    weight.data += 1  # as PEFT merges adapters: the same memory is assigned again
+
+
 def writes_to_a_numpy_view(weight: nn.Parameter) -> None:
     weight.detach().numpy()[:] *= 2
 
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
-@pytest.mark.parametrize("write", [writes_to_data, writes_to_a_numpy_view])
+@pytest.mark.parametrize("write", [writes_to_data, adds_to_data, writes_to_a_numpy_view])
 def test_writes_that_nobody_counts_need_clear_weight_cache(
     write: Callable[[nn.Parameter], None], lifetime: str
 ) -> None:
