@@ -1,7 +1,8 @@
 """Verdicts of validation, each asked for once.
 
 A verdict depends on what is called, on the metadata of its arguments, on the autocast state, the
-grad mode and the default dtype, and on nothing else: it is kept by a key that spells these out.
+grad mode, and what a function finds inside (`_found_inside`): it is kept by a key that spells these
+out.
 Within a process in memory; across processes in one file per graph beside torch.compile's own
 caches, so that a warm start does not validate again.
 """
@@ -71,7 +72,7 @@ def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict:
 
     described = _describe(fx.node.map_arg((node.args, node.kwargs), leaf))
     devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
-    flags = (state.cache_enabled, grad, strict, torch.get_default_dtype())
+    flags = (state.cache_enabled, grad, strict, *_found_inside())
     return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
 
 
@@ -188,6 +189,15 @@ class _Leaf:
 
     value: Any
     number: int
+
+
+def _found_inside() -> tuple[Any, ...]:
+    """What Dynamo guards on and a function that it does not trace may look at."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _target(target: Any) -> str:

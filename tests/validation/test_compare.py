@@ -210,21 +210,45 @@ def test_a_function_that_is_defined_again_is_another_question(fake_mode: Any) ->
         assert lower_with_report(graph_of(f, (x,), {}, STATE), STATE).untouched == untouched
 
 
-def test_another_default_dtype_is_another_question(
-    fake_mode: Any,
+def _product(x: torch.Tensor) -> torch.Tensor:
+    made = torch.ones(4, 4)
+    return (made @ made).to(x) * x
+
+
+def _product_if_deterministic(x: torch.Tensor) -> torch.Tensor:
+    return x @ x if torch.are_deterministic_algorithms_enabled() else x * x
+
+
+@pytest.mark.parametrize(
+    ("function", "get", "put", "values"),
+    [
+        # autocast leaves a product of float64 alone, and one on a device it is not on for
+        (
+            _product,
+            torch.get_default_dtype,
+            torch.set_default_dtype,
+            (torch.float64, torch.float32),
+        ),
+        (_product, lambda: None, torch.set_default_device, ("meta", None)),
+        (
+            _product_if_deterministic,
+            torch.are_deterministic_algorithms_enabled,
+            torch.use_deterministic_algorithms,
+            (False, True),
+        ),
+    ],
+    ids=["dtype", "device", "deterministic"],
+)
+def test_another_default_is_another_question(
+    function: Any, get: Any, put: Any, values: Any, fake_mode: Any
 ) -> None:
-    """What a function makes inside has that dtype: autocast leaves a product of float64 alone."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        made = torch.ones(4, 4)
-        return (made @ made) * x
-
+    """A function finds them inside, and Dynamo guards on them."""
     x = torch.empty(4, 4)
-    before = torch.get_default_dtype()
+    before = get()
     try:
-        for dtype, untouched in ((torch.float64, 1), (torch.float32, 0)):
-            torch.set_default_dtype(dtype)
+        for value, untouched in zip(values, (1, 0), strict=True):
+            put(value)
             report = lower_with_report(graph_of(function, (x,), {}, STATE), STATE)
             assert report.untouched == untouched
     finally:
-        torch.set_default_dtype(before)
+        put(before)
