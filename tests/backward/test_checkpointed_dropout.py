@@ -74,6 +74,17 @@ def test_the_same_draw_twice(backward: str) -> None:
         assert_same_bits(actual, step(forward, backward, compiled=False, twice=True))
 
 
+def test_the_same_draw_twice_beside_one_outside_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not drawn again, and so has no state: what the backward reads of it is saved."""
+    inside = Checkpointed.forward
+    monkeypatch.setattr(Checkpointed, "forward", lambda self, x: inside(self, F.dropout(x, 0.3)))
+    for backward in ("off", "bf16"):
+        actual = step("bf16", backward, compiled=True, twice=True)
+        assert_same_bits(actual, step("bf16", backward, compiled=False, twice=True))
+
+
 def test_the_same_draw_twice_where_a_state_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A third draw that the backward does not read: whose the saved states are is not known."""
     monkeypatch.setattr(Checkpointed, "ends_in", staticmethod(lambda x: x + torch.rand_like(x)))

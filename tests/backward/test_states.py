@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from autocast_backend import BackwardAutocastWarning
 from tests.backward.support import (
@@ -219,6 +220,16 @@ def test_one_forward_and_a_backward_in_each_state(order: tuple[str, ...]) -> Non
         forget_variants()
         assert_same_bits(gradients(**ours()), gradients(**EAGER))
     assert variants() == 2
+
+
+def test_an_inner_compiler_whose_code_takes_its_arguments_one_by_one() -> None:
+    """As custom backends for `aot_autograd` return it; PyTorch's own take a list of them."""
+    inner = aot_autograd(fw_compiler=lambda graph_module, inputs: graph_module.forward)
+    forget_variants()
+    for model in (Elementwise, Island):
+        values = Steps(model, _x, **ours(inner)).step(STATES["off"], STATES["bf16"])
+        assert_same_bits(values, Steps(model, _x, **EAGER).step(STATES["off"], STATES["bf16"]))
+    assert variants() == 1
 
 
 def test_autocast_switched_off_again_around_backward_is_off() -> None:
