@@ -23,6 +23,7 @@ from ._torch.dynamo import (
     lookup_backend,
     pass_through_error,
     timed,
+    without_disable,
 )
 from ._torch.fake_tensors import fake_inputs
 from ._torch.kernels import kernels_opened
@@ -163,6 +164,7 @@ def _compile(
                 "option 'inner': expected a callable (graph_module, example_inputs) -> callable; "
                 f"{parsed.inner!r} returned {compiled!r}"
             )
+        compiled = without_disable(compiled)
         if report.opaque:
             compiled = first_run_watched(compiled, report.opaque)
         if report.bracketed:
@@ -173,7 +175,8 @@ def _compile(
             compiled = _for_dtypes(compiled, dtypes)
         return compiled if changes is None else _changing_state(compiled, changes)
 
-    compiled = plan.compile(compile_graph)
+    # Dynamo does so, too, without wrapping twice; here for those who call the backend themselves.
+    compiled = torch.compiler.disable(plan.compile(compile_graph), reason="compiled code")
     log.debug("seconds by stage: %s", report.seconds)
     return compiled
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from types import MethodType
 from typing import Any
 
@@ -143,6 +144,46 @@ def test_inner_compilers(inner: Any, region: dict[str, Any]) -> None:
         assert_same_bits(compiled(x), expected)
     assert all(not state.enabled_devices for state in seen)
     assert bool(seen) == (inner == "callable")
+
+
+@pytest.mark.parametrize("ambient", [False, True])
+def test_the_inner_compilers_code_is_disabled_once(ambient: bool) -> None:
+    """As with stock: each `torch.compiler.disable` around it is paid for by every call."""
+    wrappers: list[int] = []
+
+    def inner(graph_module: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+            names = [f"{code.co_filename}:{code.co_name}" for code in codes]
+            wrappers.append(sum(name.endswith("eval_frame.py:_fn") for name in names))
+            return graph_module(*args)
+
+        return torch.compiler.disable(run)
+
+    stock = torch.compile(lambda x: x @ x, backend=inner)
+    ours = torch.compile(lambda x: x @ x, backend="smart_autocast", options={"inner": inner})
+    with torch.autocast(**BF16, enabled=ambient):
+        stock(torch.ones(2, 2))
+        ours(torch.ones(2, 2))
+    assert wrappers == [1, 1]
+
+
+def test_another_compiled_function_does_not_trace_the_code() -> None:
+    """Who calls the backend himself may call its code in a function that Dynamo traces."""
+    traced: list[bool] = []
+
+    def inner(graph_module: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            traced.append(torch.compiler.is_compiling())
+            return graph_module(*args)
+
+        return run
+
+    x = torch.ones(2, 2)
+    graph_module = torch.fx.symbolic_trace(lambda x: (x.relu(),))
+    code = smart_autocast(graph_module, [x], options={"inner": inner})
+    torch.compile(lambda x: code(x)[0], backend="eager")(x)
+    assert traced == [False]
 
 
 def test_inductor_config_patches_reach_inductor_and_its_lazy_backward(

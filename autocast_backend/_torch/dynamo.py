@@ -119,6 +119,17 @@ def never_traced(fn: _F) -> _F:
     return fn
 
 
+def without_disable(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compiler.disable` has wrapped: a backend's code comes wrapped, and once more from
+    Dynamo, which unwraps what it was given but cannot look into a function of ours around it."""
+    while (
+        getattr(fn, "_torchdynamo_disable", False)
+        and getattr(fn, "_torchdynamo_wrapper_id", None) == id(fn)  # not copied by functools.wraps
+    ):
+        fn = fn._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    return fn
+
+
 def reset() -> None:
     """Forget everything that `torch.compile` has compiled in this process."""
     torch._dynamo.reset()

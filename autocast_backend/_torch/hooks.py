@@ -24,6 +24,11 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 _UNPACKING = "_smart_autocast_unpacking"
 
 
+def saved_tensor_hooks_are_on() -> bool:
+    """Whether a saved tensor would be given to a hook; asking is far cheaper than switching off."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextlib.contextmanager
 def saved_tensor_hooks_off() -> Iterator[None]:
     """Have no saved-tensor hook called, as while AOTAutograd traces. There is one around everything

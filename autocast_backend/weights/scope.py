@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch.aot import in_dispatch_mode, outside_of_modes
-from .._torch.hooks import saved_tensor_hooks_off
+from .._torch.hooks import saved_tensor_hooks_are_on, saved_tensor_hooks_off
 
 
 class Contents:
@@ -81,24 +81,36 @@ def last_scope() -> Scope | None:
 @functools.cache
 def _leaf() -> Tensor:
     """Something the cache takes: a float32 leaf that requires grad. Called outside of modes."""
-    return torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
+    return torch.ones(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 def _cast_into_cache() -> Tensor:
     """A cast that ATen's autocast cache owns. On the CPU, whatever device autocast is on for: the
-    cache is one for all of them, and a flag of the CPU's is all that has to be set for it."""
+    cache is one for all of them, and a flag of the CPU's is all that has to be set for it.
+
+    Each scope has one, so that what already is as it must be is not set.
+    """
     if torch.is_inference_mode_enabled() or in_dispatch_mode():
         with outside_of_modes(), torch.inference_mode(False):
             return _cast_into_cache()
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _cast_into_cache()
+    if saved_tensor_hooks_are_on():  # one would be given another tensor than that in the cache
+        with saved_tensor_hooks_off():
+            return _cast_into_cache()
     on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    # A hook would be given another tensor than the one in the cache.
-    with torch.enable_grad(), saved_tensor_hooks_off():
-        torch.set_autocast_enabled("cpu", True)
-        torch.set_autocast_dtype("cpu", torch.bfloat16)
-        try:
-            product = torch.mm(_leaf(), _leaf())
-        finally:
-            torch.set_autocast_enabled("cpu", on)
-            torch.set_autocast_dtype("cpu", dtype)
+    if on and dtype is torch.bfloat16:
+        return _first_operand(torch.mm(_leaf(), _leaf()))
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    try:
+        return _first_operand(torch.mm(_leaf(), _leaf()))
+    finally:
+        torch.set_autocast_enabled("cpu", on)
+        torch.set_autocast_dtype("cpu", dtype)
+
+
+def _first_operand(product: Tensor) -> Tensor:
     assert product.grad_fn is not None
     return product.grad_fn._saved_self  # type: ignore[attr-defined]
