@@ -5,6 +5,7 @@ Cold: an empty cache folder. Warm: a new process with the folder that a cold one
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import shutil
@@ -95,6 +96,8 @@ def measure(
     case: Case, *, rounds: int, warm_rounds: int, seed: int, scratch: Path
 ) -> dict[str, Phase]:
     """Both phases of `case`, whose `backend` is replaced by each candidate's."""
+    # As pip does for an installed package, torch for one.
+    compileall.compile_dir(ROOT / "autocast_backend", quiet=1)
     phases = {}
     for phase, count in (("cold", rounds), ("warm", warm_rounds)):
         processes = {

@@ -56,7 +56,12 @@ class Row:
 
     def is_in(self, version: str) -> bool:
         """Whether this torch has the row. Nightlies and release candidates count as the release."""
-        return SpecifierSet(self.versions).contains(Version(version).base_version)
+        return _is_among(version, self.versions)
+
+
+@functools.cache
+def _is_among(version: str, versions: str) -> bool:
+    return SpecifierSet(versions).contains(Version(version).base_version)
 
 
 def _rows(optional: str = "", /, **ops: str) -> MappingProxyType[str, Row]:
