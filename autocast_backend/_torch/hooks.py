@@ -26,7 +26,7 @@ _UNPACKING = "_smart_autocast_unpacking"
 
 def saved_tensor_hooks_are_on() -> bool:
     """Whether a saved tensor would be given to a hook; asking is far cheaper than switching off."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextlib.contextmanager
