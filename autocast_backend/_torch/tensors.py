@@ -33,15 +33,15 @@ def has_other_holders(owner: Any, name: str, recorded: Mapping[int, list[Place]]
     """
     alone = _alone()
     storage = getattr(owner, name).untyped_storage()._cdata
-    places = recorded.get(storage, ())
+    if (sys.getrefcount(getattr(owner, name)), getattr(owner, name)._use_count()) != alone[:2]:
+        return True
+    places = recorded.get(storage)
+    if places is None:
+        return torch._C._storage_Use_Count(storage) != alone[2]
     times = Counter([id(held[i]) for held, i in places])
-    return (
-        (sys.getrefcount(getattr(owner, name)), getattr(owner, name)._use_count()) != alone[:2]
-        or torch._C._storage_Use_Count(storage) != alone[2] + len(times)
-        or any(
-            (sys.getrefcount(held[i]) - times[id(held[i])] + 1, held[i]._use_count()) != alone[:2]  # type: ignore[union-attr]
-            for held, i in places
-        )
+    return torch._C._storage_Use_Count(storage) != alone[2] + len(times) or any(
+        (sys.getrefcount(held[i]) - times[id(held[i])] + 1, held[i]._use_count()) != alone[:2]  # type: ignore[union-attr]
+        for held, i in places
     )
 
 

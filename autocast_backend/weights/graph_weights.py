@@ -17,6 +17,11 @@ from .recorded import traced
 from .scope import Scope, current_scope
 
 
+KEPT_BYTES = 512 * 2**10
+"""Casts on the CPU from which on new memory costs more than looking after the old. A smaller one
+gets memory that its process has freed before, and the system need not clear new pages for it."""
+
+
 class GraphWeights:
     """The casts that one compiled graph takes in, found or made for each of its calls.
 
@@ -29,8 +34,8 @@ class GraphWeights:
         keep_memory: give a weight's cast the same address in every scope, as CUDA graphs want it.
             Its memory then lives as long as the weight.
 
-    On the CPU the memory of casts without gradients is kept, too, until the next training call: the
-    system's new pages cost several times what the cast costs (`benchmarks casts`).
+    On the CPU the memory of large casts without gradients is kept, too, until the next training
+    call: the system's new pages cost several times what the cast costs (`benchmarks casts`).
     """
 
     def __init__(
@@ -165,7 +170,12 @@ class GraphWeights:
             kept[kept.index(former)] = cast
         elif self._keep_memory and not is_captured(memory):
             Shared.kept.setdefault(key, []).append(cast)
-        elif memory.is_cpu and not self._lasting and not self._records:
+        elif (
+            memory.is_cpu
+            and memory.nbytes >= KEPT_BYTES
+            and not self._lasting
+            and not self._records
+        ):
             Shared.kept_on_cpu[key] = cast
         elif Shared.kept_on_cpu.get(key) is former:
             Shared.kept_on_cpu.pop(key, None)

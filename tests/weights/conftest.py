@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from autocast_backend import clear_weight_cache
+from autocast_backend.weights import graph_weights
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # On the CPU the memory of small casts is not kept, and the weights of tests are small.
+    monkeypatch.setattr(graph_weights, "KEPT_BYTES", 0)
     torch._dynamo.reset()
     clear_weight_cache()
     yield

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocast_backend import clear_weight_cache, weight_cache_info
+from autocast_backend.weights import graph_weights
 from autocast_backend.weights.cache import Shared
 from autocast_backend.weights.cast import Cast
 from autocast_backend.weights.graph_weights import GraphWeights
@@ -176,6 +177,15 @@ def test_on_the_cpu_the_next_scope_gets_the_memory_of_casts_without_gradients() 
         trained(data(3, 8))  # for training, of any model, memory is dearer than time
         assert weight_cache_info().bytes == BYTES
     assert weight_cache_info().bytes == 0
+
+
+def test_on_the_cpu_the_memory_of_small_casts_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_weights, "KEPT_BYTES", 100)
+    model = compiled_net()
+    with torch.no_grad(), bf16():
+        model(data(3, 8))
+        model(data(3, 8))
+    assert weight_cache_info().bytes == 2 * (8 * 8 * 2)  # without the biases
 
 
 def test_memory_that_a_lasting_cast_takes_over_is_counted_once() -> None:
