@@ -16,7 +16,6 @@ from .cast import Cast, Key, Seen
 from .recorded import traced
 from .scope import Scope, current_scope
 
-
 KEPT_BYTES = 512 * 2**10
 """Casts on the CPU from which on new memory costs more than looking after the old. A smaller one
 gets memory that its process has freed before, and the system need not clear new pages for it."""
