@@ -19,7 +19,7 @@ from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
 from autocast_backend.weights import graph_weights, plan
 from autocast_backend.weights.plan import WeightPlan
-from tests.support import BF16, assert_same_bits, capture, lower_with_report, targets
+from tests.support import BF16, assert_same_bits, capture, lower_with_report, needs_torch, targets
 
 from .support import EAGER, Net, Plain, bf16, casts_made, data, make, ours
 
@@ -389,6 +389,28 @@ def test_both_graphs_give_the_same_bits() -> None:
     with bf16(), torch.no_grad():
         results = [compiled(x) for _ in range(3)]
         assert_same_bits(results, [eager(x)] * 3)
+
+
+@pytest.mark.slow
+@needs_torch(2, 13, because="emulate_precision_casts is for Triton only")
+def test_inductor_gives_both_graphs_the_same_bits_where_it_rounds() -> None:
+    class Attention(nn.Module):  # without the option, its two calls differ
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.head(self.attention(x, y, y, need_weights=False)[0])
+
+    torch.manual_seed(0)
+    model = Attention().eval()
+    inputs = torch.randn(2, 6, 16), torch.randn(2, 6, 16)
+    options = {"inductor": {"emulate_precision_casts": True}}
+    compiled = torch.compile(model, backend="smart_autocast", options=options)
+    with torch.no_grad(), bf16():
+        inside, outside = compiled(*inputs), compiled(*inputs)
+        assert_same_bits([inside, outside], [model(*inputs)] * 2)
 
 
 def test_sizes_the_second_graph_was_not_compiled_for() -> None:
