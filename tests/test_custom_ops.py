@@ -87,7 +87,12 @@ def outside_of_regions(product: Any, x: torch.Tensor, w: torch.Tensor) -> torch.
     return product(x, w) + y
 
 
-@pytest.mark.parametrize("call", [of_the_lower_precision, outside_of_regions])
+def of_whole_numbers(product: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(**BF16):
+        return product(x.long(), w.long())
+
+
+@pytest.mark.parametrize("call", [of_the_lower_precision, outside_of_regions, of_whole_numbers])
 def test_a_custom_op_that_autocast_does_not_change(product: Any, call: Any) -> None:
     torch._dynamo.reset()
     x, w = torch.randn(4, 16), torch.randn(16, 4)

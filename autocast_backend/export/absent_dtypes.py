@@ -37,9 +37,7 @@ def without_absent_dtypes(graph_module: fx.GraphModule) -> None:
             arguments = {**call.kwargs, "self": full, "dtype": None}
             call.args, call.kwargs = _positional(call.target, arguments)
         graph.erase_node(node)
-        owner = graph.owning_module
-        assert owner is not None
-        owner.recompile()
+    graph_module.recompile()
 
 
 def _positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -152,7 +152,6 @@ class Writer:
         if not weight.users:
             _drop_operand(calls, writer.graph, weight)
         self.report.casts -= 1
-        writer.module.recompile()
         self.module.recompile()
 
     def _rewrite(self, c: Candidate, recipe: Recipe) -> None:

@@ -423,15 +423,17 @@ def test_inductor_keeps_what_the_next_call_of_a_nested_region_reads() -> None:
 
 
 def test_nested_regions_share_the_cast_of_a_weight() -> None:
-    """Their body gets it as an operand, and the call outside reads it too."""
+    """Their body gets it as an operand, also in its code, and the call outside reads it too."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):
             return marked(x, w) + marked(x * 2, w) + x @ w
 
     x, w = torch.randn(8, 8), torch.randn(8, 8).requires_grad_()
-    calls = targets(lower_autocast(capture(function, x, w)))
-    assert calls.count("autocast_to_bf16.default") == 3  # w, x outside, and the body's own of x
+    lowered = lower_autocast(capture(function, x, w))
+    assert targets(lowered).count("autocast_to_bf16.default") == 3  # w, x outside, the body's own x
+    ((_, body),) = lowered.named_children()
+    assert_same_bits(body(x, w.bfloat16())[0], torch.sin(x.bfloat16() @ w.bfloat16()))
 
 
 def backwards(function: Any, backend: str, **options: Any) -> list[Any]:

@@ -512,3 +512,29 @@ def test_a_module_that_is_not_compiled() -> None:
             with pytest.raises(ValueError, match=rf"names 'rest.inner', .* because .*{why}"):
                 compile_model(Outer(inner), {"module": {pattern: "fp32"}})(x)
         compile_model(Outer(inner), {"module": {"first": "fp32"}})(x)
+
+
+def test_a_module_with_two_names_that_is_not_compiled() -> None:
+    """The error names it by the name that the pattern matches."""
+
+    class Disabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.again = self.layer
+
+        @torch.compiler.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(8, 8), Disabled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.first(x))
+
+    for name in ("inner.layer", "inner.again"):
+        with pytest.raises(ValueError, match=rf"names '{name}', whose calls Dynamo does not"):
+            compile_model(Outer(), {"module": {name: "fp32"}})(torch.randn(4, 8))

@@ -247,6 +247,28 @@ def test_a_list_stays_in_its_region() -> None:
     assert_same_bits(run(save_and_load(program._update(hops, signature))), run(program))
 
 
+def test_a_list_in_a_tuple_stays_in_its_region() -> None:
+    with torch.library._scoped_library("test_hops", "DEF") as library:
+        library.define("sum_and_parts(Tensor x) -> (Tensor, Tensor[])")
+        implementation = lambda x: (x.sum(), [part.clone() for part in x.split(4, 1)])  # noqa: E731
+        library.impl("sum_and_parts", implementation, "CompositeExplicitAutograd")
+
+        def function(m: Model, x: torch.Tensor) -> Any:
+            with autocast():
+                _, parts = torch.ops.test_hops.sum_and_parts(m.layer(x).detach())
+            return parts[1] + 1
+
+        program = export(function)
+        flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
+        (exit_,) = calls(flat, exit_autocast)
+        for node in reversed(calls(flat, operator.getitem)):
+            exit_.append(node)
+        hops, signature = regions_to_hops(flat, signature)
+        (call,) = calls(hops, wrap_with_autocast)
+        assert all(isinstance(value, torch.Tensor) for value in call.meta["val"])
+        assert_same_bits(run(program._update(hops, signature)), run(program))
+
+
 def test_the_given_signature_is_left_alone() -> None:
     def function(m: Model, x: torch.Tensor) -> Any:
         with autocast():
@@ -263,13 +285,39 @@ def test_the_given_signature_is_left_alone() -> None:
 
 def test_a_region_around_a_branch_is_kept_raw_by_torch() -> None:
     """The region pass of `torch.export` leaves the enter and exit nodes: the program cannot be
-    saved. Ours makes the call."""
+    saved. Ours makes the call, and takes it back with the branches."""
     program = export(around_a_branch)
     assert calls(program.graph_module, enter_autocast)
     with pytest.raises((AssertionError, SerializeError), match="_enter_autocast"):
         torch.export.save(program, io.BytesIO())
-    hops, _ = regions_to_hops(program.graph_module)
+    hops, signature = regions_to_hops(program.graph_module, program.graph_signature)
     assert len(calls(hops, wrap_with_autocast)) == 1
+    again = regions_to_hops(*hops_to_regions(hops, signature))
+    result, _ = run(program._update(*again))
+    assert_same_bits(result, Model(around_a_branch)(X))
+
+
+def test_what_a_body_has_goes_with_its_nodes() -> None:
+    """A module that it calls, a buffer and a parameter that it reads."""
+    parts = Model(one)
+    parts.scale = nn.Parameter(torch.rand(8))
+    body = fx.Graph()
+    y = body.call_module("layer", (body.placeholder("x"),))
+    y = body.call_function(torch.mul, (y, body.get_attr("scale")))
+    body.output((body.call_function(torch.add, (y, body.get_attr("seen"))),))
+    graph = fx.Graph()
+    x, attribute = graph.placeholder("x"), graph.get_attr("body")
+    call = graph.call_function(wrap_with_autocast, ("cpu", BF16, True, None, attribute, x))
+    graph.output(graph.call_function(operator.getitem, (call, 0)))
+    hops = fx.GraphModule({"body": fx.GraphModule(parts, body)}, graph)
+    flat, _ = hops_to_regions(hops)
+    assert not calls(flat, wrap_with_autocast)
+    assert [buffer is parts.seen for buffer in flat.buffers()] == [True]
+    assert {id(p) for p in flat.parameters()} == {id(p) for p in parts.parameters()}
+    assert_same_bits(flat(X), hops(X))
+    again, _ = regions_to_hops(flat)
+    assert len(calls(again, wrap_with_autocast)) == 1
+    assert_same_bits(again(X), hops(X))
 
 
 def test_an_empty_region_disappears() -> None:
@@ -343,6 +391,20 @@ def test_a_region_of_another_device_type_stays() -> None:
     assert len(calls(regions_to_hops(graph)[0], wrap_with_autocast)) == 2
     hops, _ = regions_to_hops(graph, outside=AutocastState.off().enter("cuda", FP16, False))
     assert [n.args[0] for n in calls(hops, wrap_with_autocast)] == ["cpu"]
+
+
+def test_a_region_without_a_dtype_has_the_one_in_force() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> None:
+        outer = graph.call_function(enter_autocast, ("cpu", FP16))
+        for enabled in (True, False):  # the former changes nothing
+            inner = graph.call_function(enter_autocast, ("cpu", None, enabled))
+            graph.call_function(torch.sin, (x,))
+            graph.call_function(exit_autocast, (inner,))
+        graph.call_function(exit_autocast, (outer,))
+
+    hops, _ = regions_to_hops(graph_with(build))
+    wrapped = [n.args[:3] for n in calls(hops, wrap_with_autocast)]
+    assert wrapped == [("cpu", FP16, True), ("cpu", None, False)]
 
 
 def graph_with(build: Callable[[fx.Graph, fx.Node], None]) -> fx.GraphModule:
