@@ -200,6 +200,9 @@ class SmartCastSuite:
         [
             (lambda x: x.to_sparse(), r"got a sparse tensor; pass tensor.to_dense\(\)"),
             (lambda x: x.to_sparse_csr(), "got a sparse tensor"),
+            (lambda x: x.to_sparse_csc(), "got a sparse tensor"),
+            (lambda x: x.to_sparse_bsr((1, 1)), "got a sparse tensor"),
+            (lambda x: x.to_sparse_bsc((1, 1)), "got a sparse tensor"),
             (lambda x: x.to(torch.complex64), "got a complex tensor; cast torch.view_as_real"),
             pytest.param(
                 lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
@@ -210,13 +213,18 @@ class SmartCastSuite:
                 ),
             ),
         ],
-        ids=["sparse", "sparse_csr", "complex", "quantized"],
+        ids=["coo", "csr", "csc", "bsr", "bsc", "complex", "quantized"],
     )
     @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Sparse CSR")
     def test_unsupported_tensors(self, call: Any, make: Any, message: str) -> None:
         expected = f"{self.op._opname}: argument 'self' must be a dense tensor.*{message}"
         with pytest.raises(RuntimeError, match=expected):
             call(make(sample(torch.float32, 3, 5)))
+
+    @pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu"])
+    def test_every_float8(self, call: Any, name: str) -> None:
+        eighth = torch.tensor([0.125, 2.0]).to(getattr(torch, f"float8_{name}"))
+        assert_same(call(eighth), torch.tensor([0.125, 2.0], dtype=self.table[torch.float8_e4m3fn]))
 
     def test_what_pytorch_does_not_cast(self, call: Any) -> None:
         """An error where there is something to cast, the tensor itself where there is not."""

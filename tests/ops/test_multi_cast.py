@@ -359,6 +359,8 @@ def test_errors_of_out() -> None:
         multi_cast([a.clone().requires_grad_(), b], bf16, out=[x, y])
     with pytest.raises(TypeError, match="'out' must be a list or tuple of tensors, got Tensor"):
         multi_cast([a], bf16, out=x)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"'out' must be a dense tensor .* got a sparse"):
+        call(x, y.fill_(1).to_sparse())
     call(x, y)  # all that was refused has left it usable
 
 
@@ -378,6 +380,12 @@ def test_overlapping_out_is_refused() -> None:
     multi_cast([source], bf16, out=[memory[24:32].view(bf16)])
     multi_cast([source], bf16, out=[memory[48:56].view(bf16)])
     multi_cast([a, a], bf16, out=[x, memory[8:16].view(bf16)])
+
+
+def test_out_with_a_stride_that_no_index_uses() -> None:
+    tensor, out = sample(f32, 1, 4), torch.empty(4, dtype=bf16)
+    multi_cast([tensor], bf16, out=[out.as_strided((1, 4), (0, 1))])
+    assert_same(out, tensor[0].bfloat16())
 
 
 # --- the process around it

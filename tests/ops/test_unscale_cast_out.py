@@ -94,6 +94,10 @@ def test_errors() -> None:
     refused("argument 'out[0]' must have the shape", x, y)
     grads = [torch.empty(5)[1:], sample(f16, 4)]
     refused(overlap, grads[0]._base[:-1], y)  # its own, but not in the same place
+    grads = [sample(f32, 4, 4), sample(f16, 4)]
+    refused(overlap, grads[0].t(), y)  # nor in the same order
+    with pytest.raises(RuntimeError, match=overlap):
+        unscale_cast(grads[1:], SCALE, bf16, out=[grads[1].view(bf16)])
     with pytest.raises(RuntimeError, match="it has no gradient, but a tensor requires grad"):
         unscale_cast(grads, SCALE, out=[x, y.clone().requires_grad_()])
     with pytest.raises(TypeError, match="'out' must be a list or tuple of tensors, got Tensor"):
