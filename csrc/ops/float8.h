@@ -46,21 +46,22 @@ C10_HOST_DEVICE inline Number from_bits(Bits bits) {
   return number;
 }
 
-// `beyond`: what lies beyond the largest number becomes, without its sign.
+// `beyond`: what lies beyond the largest number becomes, without its sign. Every case is computed
+// and one chosen: with branches, each of the sixteen elements of a vector would divide a GPU's
+// warp, and be loaded after the one before it where it is loaded by itself.
 template <typename To>
 C10_HOST_DEVICE inline uint8_t to_float8(float value, int32_t beyond) {
   using Format = Float8<To>;
   const auto bits = from_bits<uint32_t>(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7fffffff);
-  int32_t result = Format::kNan;
-  if (magnitude < Format::kSmallestNormal) {
-    const float sum = from_bits<float>(magnitude) + from_bits<float>(Format::kMagicBits);
-    result = from_bits<int32_t>(sum) - Format::kMagicBits;
-  } else if (magnitude <= 0x7f800000) {
-    const int32_t odd = magnitude >> Format::kDropped & 1;
-    result = (magnitude + odd + Format::kRebiasAndHalf) >> Format::kDropped;
-    result = result < beyond ? result : beyond;
-  }
+  const float sum = from_bits<float>(magnitude) + from_bits<float>(Format::kMagicBits);
+  const int32_t small = from_bits<int32_t>(sum) - Format::kMagicBits;
+  const int32_t odd = magnitude >> Format::kDropped & 1;
+  // NaNs come here, too: in this order nothing overflows.
+  const int32_t rounded = (magnitude + (odd + Format::kRebiasAndHalf)) >> Format::kDropped;
+  const int32_t large = rounded < beyond ? rounded : beyond;
+  const int32_t number = magnitude < Format::kSmallestNormal ? small : large;
+  const int32_t result = magnitude > 0x7f800000 ? Format::kNan : number;
   return static_cast<uint8_t>(result | static_cast<int32_t>(bits >> 24 & 0x80));
 }
 

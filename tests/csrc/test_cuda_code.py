@@ -13,9 +13,9 @@ import torch
 
 CSRC = Path(__file__).parents[2] / "csrc"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-# Registers with which two thousand threads, all that a processor takes, have five in eight of them
-# at work: 65,536 of them shared by 5 blocks of 256.
-MOST_REGISTERS = 51
+# Of a processor's 65,536 registers, blocks of 256 threads get them by eight for each thread: six
+# such blocks, three quarters of all the threads that it takes.
+MOST_REGISTERS = 40
 
 INCLUDE = Path(torch.__file__).parent / "include"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -111,6 +111,9 @@ def test_stores_are_vectors_of_16_bytes(op: str, architecture: str, folder: Path
         # What is read is as many elements, in no more loads than they need.
         assert re.search(r"ld\.global\.(nc\.)?v[24]\.", kernel), name
         assert "ld.param" in kernel, name
+        if re.search(r"kernelIN3c101\dFloat8_e(4m3fn|5m2)E[fd]?Li", name):
+            # To float8 none of the sixteen elements of a vector has a branch of its own.
+            assert len(re.findall(r"@!?%p\d+ bra", kernel)) <= 16, name
         # Address spaces are known: a generic access would have to find out at run time.
         assert not re.search(r"\b(ld|st)\.(v\d\.)?[bfu]\d", kernel), name
 
