@@ -69,20 +69,21 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kToInfinity = std::is_same_v<To, Half> ? 0x7c00 : 0x7f80;
   Stats<Float> stats;
   for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
-    map_stretch(static_cast<To*>(entry.to) + (place - first),
-                static_cast<const From*>(entry.from) + (place - first), count, [&](From value) {
-                  const To result = convert<To>(value);
-                  const int bits = result.x & 0x7fff;
-                  const auto number = static_cast<Float>(value);
-                  const Float magnitude = number < 0 ? -number : number;
-                  const bool finite = magnitude - magnitude == 0;
-                  // A NaN compares as nothing.
-                  stats.amax = magnitude > stats.amax ? magnitude : stats.amax;
-                  stats.overflows += finite && bits == kToInfinity ? 1 : 0;
-                  stats.underflows += magnitude > 0 && bits == 0 ? 1 : 0;
-                  stats.nans += magnitude != magnitude ? 1 : 0;
-                  return result;
-                });
+    To* __restrict__ to = static_cast<To*>(entry.to) + (place - first);
+    const From* __restrict__ from = static_cast<const From*>(entry.from) + (place - first);
+    map_stretch(to, from, count, [&](From value) {
+      const To result = convert<To>(value);
+      const int bits = result.x & 0x7fff;
+      const auto number = static_cast<Float>(value);
+      const Float magnitude = number < 0 ? -number : number;
+      const bool finite = magnitude - magnitude == 0;
+      // A NaN compares as nothing.
+      stats.amax = magnitude > stats.amax ? magnitude : stats.amax;
+      stats.overflows += finite && bits == kToInfinity ? 1 : 0;
+      stats.underflows += magnitude > 0 && bits == 0 ? 1 : 0;
+      stats.nans += magnitude != magnitude ? 1 : 0;
+      return result;
+    });
   });
 
   stats = reduce(stats);

@@ -13,9 +13,9 @@ template <typename To, typename From, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     multi_cast_kernel(const __grid_constant__ Table<kCapacity> table, int32_t beyond) {
   for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
-    map_stretch(static_cast<To*>(entry.to) + (place - first),
-                static_cast<const From*>(entry.from) + (place - first), count,
-                [&](From value) { return convert<To>(value, beyond); });
+    To* __restrict__ to = static_cast<To*>(entry.to) + (place - first);
+    const From* __restrict__ from = static_cast<const From*>(entry.from) + (place - first);
+    map_stretch(to, from, count, [&](From value) { return convert<To>(value, beyond); });
   });
 }
 

@@ -97,10 +97,11 @@ struct Split {
   }
 };
 
-// A stretch of one tensor, by a block: to[i] = map(from[i]).
+// A stretch of one tensor, by a block: to[i] = map(from[i]). `to` may be `from` itself: then
+// nothing here may promise the compiler that it is not, or that what is read never changes
+// (__restrict__).
 template <typename To, typename From, typename Map>
-__device__ __forceinline__ void map_stretch(To* __restrict__ to, const From* __restrict__ from,
-                                            int count, Map&& map) {
+__device__ __forceinline__ void map_stretch(To* to, const From* from, int count, Map&& map) {
   using Parts = Split<To, From>;
   constexpr int kSize = Parts::kSize, kSteps = Parts::kSteps;
   const Parts parts(to, from, count);
