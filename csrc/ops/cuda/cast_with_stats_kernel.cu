@@ -14,8 +14,9 @@ namespace {
 
 template <typename To, typename From>
 void cast_one(const Launch& launch, const Entry& entry, double* numbers) {
-  const auto table = make_table<1>(&entry, 1, launch.blocks_at_once);
-  const unsigned blocks = count_blocks(table, launch.blocks_at_once);
+  const int64_t blocks_at_once = launch.blocks_at_once<cast_with_stats_kernel<To, From>>();
+  const auto table = make_table<1>(&entry, 1, blocks_at_once);
+  const unsigned blocks = count_blocks(table, blocks_at_once);
   cast_with_stats_kernel<To, From><<<blocks, kThreads, 0, launch.stream>>>(table, numbers);
   check(cudaGetLastError());
 }

@@ -21,8 +21,6 @@
 namespace smart_autocast {
 namespace {
 
-constexpr int kBlocksPerProcessor = 8;
-
 // As STD_CUDA_CHECK, but forgets the error: the next launch would be blamed for it. PyTorch forgets
 // it in its own CUDA runtime alone, and this library has another one.
 inline void check(cudaError_t error) {
@@ -32,27 +30,45 @@ inline void check(cudaError_t error) {
   STD_CUDA_CHECK(error);
 }
 
+// How many blocks of a kernel one processor of the GPU has room for, by the registers it needs.
+// Asked once: where GPUs of two kinds are in a process, it is what the first of them has.
+template <auto kKernel>
+int blocks_per_processor() {
+  static const int blocks = [] {
+    int found = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kKernel, kThreads, 0));
+    return found;
+  }();
+  return blocks;
+}
+
 struct Launch {
-  int64_t blocks_at_once = 0;
+  int processors = 0;
   bool large_tables = false;
   cudaStream_t stream = nullptr;
 
   explicit Launch(int32_t device) {
-    int processors = 0, driver = 0;
+    int driver = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     check(cudaDriverGetVersion(&driver));
-    blocks_at_once = int64_t{processors} * kBlocksPerProcessor;
     large_tables = driver >= 12010;
     void* current = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
     stream = static_cast<cudaStream_t>(current);
   }
+
+  // Blocks share the work out among themselves, the same to each: with more than run at once, some
+  // would begin when others end, and have the GPU to themselves.
+  template <auto kKernel>
+  int64_t blocks_at_once() const {
+    return int64_t{processors} * blocks_per_processor<kKernel>();
+  }
 };
 
-// start(table, blocks) launches a kernel.
-template <typename Start>
+// start(table, blocks) launches a kernel; kKernel: the one for small tables.
+template <auto kKernel, typename Start>
 void start_tables(const Launch& launch, const std::vector<Entry>& entries, const Start& start) {
-  for_each_table(entries, launch.large_tables, launch.blocks_at_once,
+  for_each_table(entries, launch.large_tables, launch.blocks_at_once<kKernel>(),
                  [&](const auto& table, unsigned blocks) {
                    start(table, blocks);
                    check(cudaGetLastError());

@@ -18,11 +18,13 @@ namespace {
 template <typename To>
 void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid grid, int32_t beyond,
                uint64_t seed, uint64_t counter) {
-  start_tables(launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-    stochastic_cast_kernel<To, kCapacity>
-        <<<blocks, kThreads, 0, launch.stream>>>(table, grid, beyond, seed, counter);
-    counter += count_counters(table);
-  });
+  constexpr auto kSmall = stochastic_cast_kernel<To, kSmallTable>;
+  start_tables<kSmall>(
+      launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+        stochastic_cast_kernel<To, kCapacity>
+            <<<blocks, kThreads, 0, launch.stream>>>(table, grid, beyond, seed, counter);
+        counter += count_counters(table);
+      });
 }
 
 void stochastic_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {

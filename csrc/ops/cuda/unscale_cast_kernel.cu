@@ -19,10 +19,12 @@ namespace {
 template <typename To, typename From>
 void unscale_all(const Launch& launch, const std::vector<Entry>& entries, const float* scale,
                  float* found_inf) {
-  start_tables(launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-    unscale_cast_kernel<To, From, kCapacity>
-        <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
-  });
+  constexpr auto kSmall = unscale_cast_kernel<To, From, kSmallTable>;
+  start_tables<kSmall>(launch, entries,
+                       [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+                         unscale_cast_kernel<To, From, kCapacity>
+                             <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
+                       });
 }
 
 struct Kernel {
@@ -76,8 +78,10 @@ std::pair<TensorList, OwnedTensor> run_all(const TensorList& grads, const OwnedT
     }
   }
   for (size_t i = 0; i < kKernels.size(); ++i) {
-    kKernels[i].unscale_all(launch, entries[i], reinterpret_cast<const float*>(data_of(scale)),
-                            reinterpret_cast<float*>(data_of(found_inf)));
+    if (!entries[i].empty()) {
+      kKernels[i].unscale_all(launch, entries[i], reinterpret_cast<const float*>(data_of(scale)),
+                              reinterpret_cast<float*>(data_of(found_inf)));
+    }
   }
   if (out != nullptr) {
     for (size_t i = 0; i < made.size(); ++i) {
