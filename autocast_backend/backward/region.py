@@ -319,6 +319,7 @@ class Backward:
         nodes = graph.graph.find_nodes(op="placeholder")
         return [fake_like(n.meta.get("val"), real) for n, real in zip(nodes, args, strict=True)]
 
+    @never_traced
     def _for_compiled_autograd(self, backward: fx.GraphModule) -> fx.GraphModule:
         """The backward graph that compiled autograd copies, for the state of this moment."""
         device_types = self._region.device_types

@@ -100,3 +100,35 @@ def test_a_copy_is_not_used_in_another_state(
     monkeypatch.setattr("autocast_backend._torch.aot._capturing_each_state", nullcontext)
     with pytest.raises(BackwardError, match=r"captured the backward of .*test_compiled_autograd"):
         gradients(True, states, captured=True, **OURS)
+
+
+@CAPTURES_UNDER_AUTOCAST
+def test_dynamo_leaves_the_making_of_a_copy_alone() -> None:
+    """Where a compiled function calls `loss.backward()`, Dynamo would compile our functions."""
+
+    def run(**arguments: Any) -> tuple[list[torch.Tensor | None], set[str]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Island()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).float().square().sum()
+            loss.backward()
+            return loss.detach()
+
+        compiled = torch.compile(step, **arguments)
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        breaks.clear()
+        found = []
+        for on in (True, False, True):
+            model.zero_grad()
+            with torch.autocast(**BF16, enabled=on):
+                found += [compiled(torch.ones(4, 8)), *(p.grad for p in model.parameters())]
+        return found, set(breaks)
+
+    expected, _ = run(backend="eager")
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        _, stock_breaks = run(backend="aot_eager")
+        actual, breaks = run(**OURS)
+    assert_same_bits(actual, expected)
+    assert breaks == stock_breaks
