@@ -102,6 +102,9 @@ def test_stores_are_vectors_of_16_bytes(op: str, architecture: str, folder: Path
             # quarter.
             packed = r"[bu]32" if "Float8" in name else r"[bu]64|v2\.[bfu]32"
             assert any(re.fullmatch(packed, store) for store in stores), name
+            # What is read is on its way while random words are made, by this factor.
+            load, words = kernel.index("ld.global.nc.v4"), kernel.index(str(0xD2511F53))
+            assert load < words, name
         else:
             # One for each vector: two at once, a third that is left, and where loads are single
             # ones; or one at once. Where results are wider than what is read, too.

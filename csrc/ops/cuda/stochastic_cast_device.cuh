@@ -56,9 +56,13 @@ __global__ void __launch_bounds__(kThreads)
     const float* __restrict__ from = static_cast<const float*>(entry.from) + (place - first);
     const bool aligned = reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0;
     for (int i = kWords * threadIdx.x; i < count; i += kWords * kThreads) {
+      const bool whole = aligned && i + kWords <= count;
+      Vector<float, kWords> in;
+      if (whole) {  // on its way while the words are made
+        in = *reinterpret_cast<const Vector<float, kWords>*>(from + i);
+      }
       const auto words = make_words(seed, counter + static_cast<uint64_t>(place + i) / kWords);
-      if (aligned && i + kWords <= count) {
-        const auto in = *reinterpret_cast<const Vector<float, kWords>*>(from + i);
+      if (whole) {
         To out[kWords];
 #pragma unroll
         for (int k = 0; k < kWords; ++k) {
