@@ -31,11 +31,28 @@ ops.multi_cast(tensors, torch.bfloat16, out=out)
 print("RIGHT", all(torch.equal(a, b.bfloat16()) for a, b in zip(out, tensors)))
 """
 
+CAPTURED = """
+import torch
+import autocast_backend.ops as ops
 
-def run(**environment: str) -> tuple[dict[str, str], str]:
+tensors = [torch.randn(1000 + i, device="cuda") for i in range(9)]
+scale = torch.tensor(2.0, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    cast = torch.ops.smart_autocast.multi_cast(tensors, torch.bfloat16)
+    unscaled, _ = torch.ops.smart_autocast.unscale_cast(tensors, scale, torch.float32)
+    stats = torch.ops.smart_autocast.cast_with_stats(tensors[0], torch.bfloat16)[1]
+graph.replay()
+print("RIGHT", all(torch.equal(a, b.bfloat16()) for a, b in zip(cast, tensors)),
+      all(torch.equal(a, b / 2) for a, b in zip(unscaled, tensors)),
+      stats[0].item() == tensors[0].abs().max().item())
+"""
+
+
+def run(program: str = PROGRAM, **environment: str) -> tuple[dict[str, str], str]:
     """What the program says, and its errors."""
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env={**os.environ, "SMART_AUTOCAST_KERNELS": "", **environment},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -50,6 +67,13 @@ def test_a_library_for_this_gpu() -> None:
     said, errors = run()
     wanted = {"INITIALIZED": "False", "WARNED": "", "TIER": "native", "RIGHT": "True"}
     assert said == wanted, errors
+
+
+def test_the_first_calls_may_be_captured() -> None:
+    """The kernels are loaded, and asked how many registers they need, while nothing may be waited
+    for."""
+    said, errors = run(CAPTURED)
+    assert said == {"RIGHT": "True True True"}, errors
 
 
 def test_a_library_for_other_gpus() -> None:
