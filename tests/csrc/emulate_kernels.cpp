@@ -323,8 +323,26 @@ bool loads_vectors(std::mt19937& random) {
   return right;
 }
 
+// As many small tensors, as many blocks; of a tensor that is not large, no more than have one chunk
+// each; of a large one, as many as run at once. Nothing is read here.
+bool occupies_the_gpu() {
+  constexpr int64_t kBlocks = 1000;
+  const auto blocks = [](int count, int64_t numel) {
+    const std::vector<Entry> entries(count, Entry{nullptr, nullptr, numel});
+    return count_blocks(make_table<kSmallTable>(entries.data(), count, kBlocks), kBlocks);
+  };
+  const bool right = blocks(148, 256) == 148 && blocks(1, 256) == 1 && blocks(1, 257) == 2 &&
+                     blocks(1, 300'000) == 586 && blocks(1, int64_t{1} << 40) == kBlocks;
+  if (!right) {
+    std::printf("blocks: %u %u %u %u %u\n", blocks(148, 256), blocks(1, 256), blocks(1, 257),
+                blocks(1, 300'000), blocks(1, int64_t{1} << 40));
+  }
+  return right;
+}
+
 int main() {
-  bool right = rounds_to_float8<Float8_e4m3fn>() && rounds_to_float8<Float8_e5m2>();
+  bool right = occupies_the_gpu();
+  right &= rounds_to_float8<Float8_e4m3fn>() && rounds_to_float8<Float8_e5m2>();
   for (unsigned seed = 0; seed < 3; ++seed) {
     std::mt19937 random(seed);
     right &= loads_vectors<BFloat16, float>(random) && loads_vectors<float, BFloat16>(random) &&

@@ -11,6 +11,8 @@
 namespace smart_autocast {
 namespace {
 
+constexpr int64_t kLargeChunk = 8192, kChunk = 2048, kSmallChunk = 256;
+
 // Entries have their own numbers of elements, none 0, as their `end`.
 template <int kCapacity>
 Table<kCapacity> make_table(const Entry* entries, int size, int64_t blocks_at_once) {
@@ -21,8 +23,12 @@ Table<kCapacity> make_table(const Entry* entries, int size, int64_t blocks_at_on
     table.total = next_begin(table.total) + entries[i].end;
     table.entries[i] = {entries[i].from, entries[i].to, table.total};
   }
-  // Large chunks amortise the search for their tensors, small ones occupy all of the GPU.
-  table.chunk = table.total / 8192 >= 2 * blocks_at_once ? 8192 : 2048;
+  // Large chunks amortise the search for their tensors, small ones occupy all of the GPU: in a
+  // chunk of many tensors each waits for the one before.
+  table.chunk = table.total / kLargeChunk >= 2 * blocks_at_once ? kLargeChunk : kChunk;
+  while (table.chunk > kSmallChunk && 2 * (table.total / table.chunk) < blocks_at_once) {
+    table.chunk /= 2;
+  }
   return table;
 }
 
