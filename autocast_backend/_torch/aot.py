@@ -72,12 +72,11 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
         if threading.get_ident() != thread:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        if "spec" in bound.arguments:
-            spec = holder = bound.arguments["spec"]
-        else:  # torch 2.11: the fields are arguments, and the compiler stands in the configuration
-            spec = SimpleNamespace(**bound.arguments)
-            holder = spec.aot_config
-        graph = _training_graph(spec, getattr(holder, "bw_compiler", None))
+        # torch 2.11: the fields are arguments
+        spec = bound.arguments.get("spec") or SimpleNamespace(**bound.arguments)
+        # torch before 2.13: the compiler stands in the configuration
+        holder = spec if hasattr(spec, "bw_compiler") else spec.aot_config
+        graph = _training_graph(spec, holder.bw_compiler)
         change(graph)
         spec.compiled_bw_func = graph.compiled_backward
         if graph.compile_backward is not None:
