@@ -208,6 +208,50 @@ def test_what_stock_left_in_the_caches_is_not_ours(unfilled: Path) -> None:
     assert json.loads(result.stdout.splitlines()[-1]) is True
 
 
+BACKWARD_AFTER_STOCK = """
+import contextlib, json, torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Island(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.b(y.float())
+            return self.c(y)
+
+def gradients(backend, backward_on):
+    torch.manual_seed(0)
+    model, x = Island(), torch.randn(8, 16)
+    out = torch.compile(model, backend=backend)(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward_on):
+        out.float().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+with contextlib.suppress(RuntimeError):  # of a product of two dtypes
+    gradients("inductor", True)
+torch._dynamo.reset()
+counters.clear()
+ours = gradients("smart_autocast", False)
+hits = counters["inductor"]["fxgraph_cache_hit"]
+close = all(map(torch.allclose, ours, gradients("eager", False)))
+print(json.dumps({"hits": hits, "close": close}))
+"""
+
+
+@pytest.mark.slow
+def test_a_backward_that_stock_compiled_is_not_ours(unfilled: Path) -> None:
+    """Stock compiles it when it is called, here under autocast, and stores broken code."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(unfilled), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    result = run_python(BACKWARD_AFTER_STOCK, **environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == {"hits": 0, "close": True}
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: str(tmp_path))

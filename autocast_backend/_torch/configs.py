@@ -49,7 +49,9 @@ def backward_traced_off(
 def own_cache_entries() -> contextlib.AbstractContextManager[Any]:
     """Keep what is compiled meanwhile apart from what stock, or another version of this package,
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
-    graphs nor of kernels that are opened (kernels.py)."""
+    graphs, nor of kernels that are opened (kernels.py), nor of the autocast state: stock compiles a
+    backward under the one it meets, and a pattern of Inductor's, traced again under it, may end in
+    code that mixes dtypes."""
     config: Any = torch.compiler.config
     return config.patch(cache_key_tag=f"{config.cache_key_tag} smart_autocast {made_with()}")
 

@@ -34,7 +34,7 @@ from .._torch.aot import (
     trace_joint_graph,
 )
 from .._torch.autocast import any_autocast_enabled, disable_autocast
-from .._torch.configs import compile_configs
+from .._torch.configs import compile_configs, own_cache_entries
 from .._torch.dynamo import compile_lock, counters, never_traced
 from .._torch.fake_tensors import fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
@@ -174,7 +174,7 @@ class Backward:
     def _compile_first(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Stands in for the inner backward compiler: the first backward calls it."""
         assert self._compile is not None
-        with disable_autocast():
+        with disable_autocast(), own_cache_entries():
             return self._runner(self._compile(graph, inputs))
 
     def _runner(self, code: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +244,11 @@ class Backward:
         # None where the first one came from a cache
         compile_backward = self._compile or self._joints[()].compile_backward
         assert compile_backward is not None
-        with outside_of_modes(), self._training.contexts(), self._region.configs():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(outside_of_modes())
+            stack.enter_context(self._training.contexts())
+            stack.enter_context(self._region.configs())
+            stack.enter_context(own_cache_entries())
             inputs = self._placeholders(graph, args)
             code = _boxed(compile_backward(graph, inputs))
         what = f"the backward of {line} under {key_name(key)}"
