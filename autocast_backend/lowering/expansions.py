@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
 
@@ -21,7 +20,8 @@ Made = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """The last call of an expansion, which takes the place of the composite: (target, args, kwargs)."""
 
 _SMART = torch.ops.smart_autocast
-_ATEN = torch.ops.aten
+_ATEN = torch.ops.aten  # what an exported program may hold, too
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # ATen/core/Reduction.h
 
 
 class Caller:
@@ -63,9 +63,10 @@ def _cross_entropy(
     (ATen/native/LossNLL.cpp)."""
     if label_smoothing or size_average is not None or reduce is not None:
         raise ValueError("label smoothing and legacy arguments are not expanded")
-    logs = call(torch.log_softmax, input, 1 if call.rank > 1 else 0)
-    arguments = (call.full_precision(logs), target, call.full_precision(weight))
-    return F.nll_loss, arguments, {"ignore_index": ignore_index, "reduction": reduction}
+    logs = call(_ATEN.log_softmax.int, input, 1 if call.rank > 1 else 0)
+    reduced = _REDUCTIONS[reduction]
+    arguments = (call.full_precision(logs), target, call.full_precision(weight), reduced)
+    return _ATEN.nll_loss_nd.default, (*arguments, ignore_index), {}
 
 
 def _norm(

@@ -200,6 +200,21 @@ def test_a_program_for_cuda_stays_on_the_cpu() -> None:
     assert devices == {"cpu"}
 
 
+def test_a_composite_that_is_written_out_for_cuda() -> None:
+    """`cross_entropy` of logits in a lower precision: exported programs hold ATen ops alone."""
+
+    def function(region: Region, x: Tensor, classes: Tensor) -> Any:
+        with region():
+            return F.cross_entropy(x, classes)
+
+    inputs = (X.bfloat16(), torch.zeros(4, dtype=torch.long))
+    program = export(function, *inputs)
+    lowered, report = autocast_backend.export.lower_with_report(program, device_type="cuda")
+    assert not report.bracketed
+    assert {"log_softmax.int", "nll_loss_nd.default"} < set(targets(lowered.graph_module))
+    assert dtypes(save_and_load(lowered).module()(*inputs)) == cuda_dtypes(function, *inputs)
+
+
 def test_a_composite_that_hides_a_policy() -> None:
     """`pad` runs in float32 under autocast, which is not to be seen while its argument is float32:
     only the proof for other dtypes finds the cast."""

@@ -16,7 +16,7 @@ from tests.support import assert_same_bits, graph_of, lower_with_report, targets
 
 DTYPE, TO_FP32 = "full_precision_dtype.default", "autocast_to_full_precision.default"
 VECTOR_NORM = [DTYPE, "linalg_vector_norm.default"]
-CROSS_ENTROPY = ["log_softmax", TO_FP32, "nll_loss"]
+CROSS_ENTROPY = ["log_softmax.int", TO_FP32, "nll_loss_nd.default"]
 
 Case = tuple[str, Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]], dict, list[str]]
 
@@ -33,7 +33,7 @@ CASES: dict[str, Case] = {
         F.cross_entropy,
         lambda x, t: (x, t, x.detach().sum(0).abs().bfloat16()),
         {"ignore_index": 1, "reduction": "sum"},
-        ["log_softmax", TO_FP32, TO_FP32, "nll_loss"],
+        ["log_softmax.int", TO_FP32, TO_FP32, "nll_loss_nd.default"],
     ),
     "cross_entropy of images": (
         "cross_entropy_loss",
