@@ -160,10 +160,12 @@ def multi_cast(
         ValueError: ``dtype`` is not floating, or ``torch.float4_e2m1fn_x2``; another ``rounding``;
             ``seed``, ``offset`` or ``out`` do not go with it, or are beyond 64 bits.
         RuntimeError: a tensor is sparse, MKLDNN, quantized, complex or float4, or its memory was
-            freed, as FSDP frees gathered weights; tensors are on different devices;
+            freed, as FSDP frees gathered weights (a few small tensors, and those that require grad,
+            are cast by ``Tensor.to``, which may crash then); tensors are on different devices;
             ``out`` does not fit, shares memory with ``tensors`` or in itself; with ``out`` or
             stochastic rounding, a tensor requires grad while gradients are on, or has a tangent of
-            forward-mode AD.
+            forward-mode AD; with stochastic rounding, another ``dtype``, a tensor that is not
+            floating, or a negative ``offset``.
     """
     if out is None and seed is None and isinstance(tensors, (list, tuple)) and len(tensors) == 1:
         # One tensor shares the cost of a call with none. Where a kernel of ours gains less than
