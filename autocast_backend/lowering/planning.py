@@ -165,6 +165,8 @@ def refusal(node: fx.Node, inside_transform: bool) -> str | None:
         return f"the higher-order op {node.target} is not lowered yet"
     if node.op == "call_module":
         return "a call of a submodule is not looked into"
+    if node.target is torch.autograd.grad:  # `backward()`, too, is traced as this
+        return "it runs the backward of calls before it"
     return "it stands inside a torch.func transform" if inside_transform else None
 
 

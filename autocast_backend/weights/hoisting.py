@@ -10,9 +10,9 @@ A weight is what eager autocast would cache the cast of - a float32 leaf that re
 what it would not, because autograd does not record it: a frozen parameter, a buffer.
 
 Left alone: casts inside the bodies of checkpoints, which are to be made again in the backward pass;
-weights that the graph writes to, or reads in ways that a gradient from outside would not add up
-with as in eager mode; tensor subclasses; what FSDP manages, whose tensors are filled anew behind
-the same version.
+weights that the graph writes to, computes gradients with respect to, or reads in ways that a
+gradient from outside would not add up with as in eager mode; tensor subclasses; what FSDP manages,
+whose tensors are filled anew behind the same version.
 """
 
 from __future__ import annotations
@@ -274,6 +274,8 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
     others = [reader for reader in _readers(node) if reader not in casts]
     if not others:
         return None
+    if any(reader.target is torch.autograd.grad for reader in others):
+        return "the graph computes gradients with respect to it"
     recorded = any(cast.meta["example_value"].requires_grad for cast in casts)
     if any(_hands_on(r, weight) or (recorded and _terms(r, weight) > 1) for r in others):
         return "read without a cast, too, its gradients would add up in another order"

@@ -1,4 +1,4 @@
-"""Every way to ask autograd for gradients of a compiled region."""
+"""Every way to ask autograd for gradients of a compiled region, from outside and from inside."""
 
 from __future__ import annotations
 
@@ -119,6 +119,81 @@ def test_the_two_states_of_a_retained_graph_differ() -> None:
     inside, outside, again = retains_under_two_states(*compiled_loss("off", **ORACLE))
     assert not same_bits(inside, outside)
     assert_same_bits(again, inside)
+
+
+def grad(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    loss = mixed(x, w).float().square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, [x, w])]
+
+
+def grad_if_used(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    loss = mixed(x, w).float().square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, inputs=(w,), allow_unused=True)]
+
+
+def backward(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    loss = mixed(x, w).float().square().sum()
+    loss.backward()
+    return [loss.detach()]
+
+
+def gradient_penalty(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    """A loss of gradients; the caller goes back through them, to `w` as well."""
+    score = mixed(x, w).float().sum()
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    return [(gradient.square().sum() - 1).square()]
+
+
+def island_alone(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    return list(torch.autograd.grad(island(x, w).sum(), [x, w], retain_graph=True))
+
+
+def products_of_elements(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    """The call of `island_alone`, of a backward on which autocast does not act."""
+    with torch.autocast("cpu", enabled=False):
+        product = x.cos() * w.sin()
+    return list(torch.autograd.grad(product.sum(), [x, w], retain_graph=True))
+
+
+traces_calls_of_autograd = pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"),
+    reason="Dynamo of this torch traces no calls of autograd",
+)
+
+
+def inside_the_graph(function: Any, way: str, **arguments: Any) -> Gradients:
+    """What a function that calls autograd itself returns, and leaves in `grad`, in two calls."""
+    torch._dynamo.reset()
+    given = leaves()
+    function = inside_region(function) if way == "region" else function
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(function, fullgraph=True, **arguments)
+        with autocast(way == "ambient"):
+            found = [compiled(*given) for _ in range(2)]
+    for results in found:
+        if results[0].requires_grad:
+            results[0].backward()
+    return [found, copies(given)]
+
+
+@traces_calls_of_autograd
+@pytest.mark.parametrize("way", ["off", "ambient", "region"])
+@pytest.mark.parametrize("function", [grad, grad_if_used, backward, gradient_penalty])
+def test_calls_of_autograd_inside_the_graph(function: Any, way: str) -> None:
+    expected = inside_the_graph(function, way, **ORACLE)
+    assert_same_bits(inside_the_graph(function, way, **AOT_EAGER), expected)
+
+
+@traces_calls_of_autograd
+@pytest.mark.parametrize("validate", ["strict", "dtype", "off"])
+def test_what_a_backward_inside_the_graph_does_hangs_on_the_calls_before_it(validate: str) -> None:
+    """A verdict on the first call must not be that on the second, equal one."""
+    backend = {**AOT_EAGER, "options": {"inner": "aot_eager", "validate": validate}}
+    for function in (products_of_elements, island_alone):
+        expected = inside_the_graph(function, "ambient", **ORACLE)
+        assert_same_bits(inside_the_graph(function, "ambient", **backend), expected)
+    outside = inside_the_graph(island_alone, "off", **ORACLE)
+    assert not same_bits(outside, expected)  # the state matters
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
