@@ -155,12 +155,6 @@ def products_of_elements(x: torch.Tensor, w: torch.Tensor) -> Gradients:
     return list(torch.autograd.grad(product.sum(), [x, w], retain_graph=True))
 
 
-traces_calls_of_autograd = pytest.mark.skipif(
-    not hasattr(torch._dynamo.config, "trace_autograd_ops"),
-    reason="Dynamo of this torch traces no calls of autograd",
-)
-
-
 def inside_the_graph(function: Any, way: str, **arguments: Any) -> Gradients:
     """What a function that calls autograd itself returns, and leaves in `grad`, in two calls."""
     torch._dynamo.reset()
@@ -176,7 +170,6 @@ def inside_the_graph(function: Any, way: str, **arguments: Any) -> Gradients:
     return [found, copies(given)]
 
 
-@traces_calls_of_autograd
 @pytest.mark.parametrize("way", ["off", "ambient", "region"])
 @pytest.mark.parametrize("function", [grad, grad_if_used, backward, gradient_penalty])
 def test_calls_of_autograd_inside_the_graph(function: Any, way: str) -> None:
@@ -184,7 +177,6 @@ def test_calls_of_autograd_inside_the_graph(function: Any, way: str) -> None:
     assert_same_bits(inside_the_graph(function, way, **AOT_EAGER), expected)
 
 
-@traces_calls_of_autograd
 @pytest.mark.parametrize("validate", ["strict", "dtype", "off"])
 def test_what_a_backward_inside_the_graph_does_hangs_on_the_calls_before_it(validate: str) -> None:
     """A verdict on the first call must not be that on the second, equal one."""
