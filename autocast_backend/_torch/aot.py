@@ -93,7 +93,24 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
     with (
         replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)),
         unpacking_noted(),
+        metadata_kept(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def metadata_kept() -> Iterator[None]:
+    """With `mode="lite"` AOTAutograd traces its joint graph once more. Let nodes keep their marks:
+    which are the backward's, which a checkpoint has computed again."""
+    from torch.fx.experimental import proxy_tensor
+
+    original = proxy_tensor.selective_decompose
+
+    def selective_decompose(*args: Any, **kwargs: Any) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return original(*args, **kwargs)
+
+    with replaced(proxy_tensor, "selective_decompose", selective_decompose):
         yield
 
 
@@ -272,6 +289,7 @@ def trace_joint_graph(
     counted = counters()["aot_autograd"].copy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
+        stack.enter_context(metadata_kept())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
         stack.enter_context(

@@ -152,6 +152,15 @@ def test_bits(model: str, forward: str, option: str) -> None:
         assert_same_bits(actual.values, expected.values, f"backward under {backward}")
 
 
+@pytest.mark.parametrize("forward", STATES)
+def test_bits_in_inductors_lite_mode(forward: str) -> None:
+    """It runs op by op, and AOTAutograd traces its joint graph once more."""
+    steps = Steps(Island, _x, backend="smart_autocast", mode="lite")
+    for backward in STATES:
+        expected = eager("island", forward)[backward]
+        assert_same_bits(run(steps, forward, backward).values, expected.values, backward)
+
+
 @ALL
 def test_a_mismatch_warns_where_it_matters_and_only_there(
     model: str, forward: str, option: str
