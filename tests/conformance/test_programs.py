@@ -27,6 +27,7 @@ from tests.support import TORCH, assert_same_bits, autocast_put_right
 IN_CI = 2000
 COMPILED_IN_CI = 40
 CHECKPOINTED_IN_CI = 25
+LITE_IN_CI = 12
 
 
 def autocast(region: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[Any]:
@@ -191,3 +192,31 @@ def test_programs_with_checkpoints(pytestconfig: pytest.Config) -> None:
     assert tried["with several"] > tried["equal"] // 4
     assert tried["casts"] > tried["equal"]
     assert tried["raise in eager"] < tried["equal"] // 4
+
+
+@pytest.mark.slow
+def test_programs_in_inductors_lite_mode(pytestconfig: pytest.Config) -> None:
+    """Through Inductor to the bit: in this mode it fuses nothing, so what it makes of a graph has
+    the numbers of the graph run op by op."""
+    wanted = pytestconfig.getoption("--programs")
+    graphs: Counter[str] = Counter()
+
+    @count(wanted and wanted // 50, LITE_IN_CI)
+    @given(programs(checkpoints=True))
+    def check(program: Program) -> None:
+        arguments: dict[str, Any] = {"backend": "smart_autocast"}
+        try:
+            with autocast_put_right():
+                op_by_op = compiled(program, options={"inner": "aot_eager"}, **arguments)
+                expected = results(op_by_op, program)
+        except RuntimeError:
+            reject()
+        torch._dynamo.utils.counters.clear()
+        assert_same_bits(results(compiled(program, mode="lite", **arguments), program), expected)
+        graphs["programs"] += 1
+        graphs.update(torch._dynamo.utils.counters["smart_autocast"])
+
+    check()
+    print(dict(graphs))
+    assert graphs["programs"] >= (wanted // 50 if wanted else LITE_IN_CI)
+    assert graphs["lowered"] > graphs["programs"] // 2
