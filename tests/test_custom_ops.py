@@ -99,3 +99,35 @@ def test_a_custom_op_that_autocast_does_not_change(product: Any, call: Any) -> N
     with warnings.catch_warnings(action="error", category=CustomOpWarning):
         actual = torch.compile(functools.partial(call, product), **OURS)(x, w)
     assert_same_bits(actual, call(product, x, w))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.decorators, "leaf_function"), reason="torch has no leaf functions"
+)
+def test_a_leaf_function_is_a_known_difference() -> None:
+    """PyTorch calls its body under the autocast state of the trace where there are gradients, and
+    with autocast off where there are none, by ours and by stock."""
+    leaf_function = torch._dynamo.decorators.leaf_function
+
+    @leaf_function
+    def product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x @ w).sin(),)
+
+    @product.register_fake
+    def fake(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x @ w,)
+
+    region = in_region(lambda x, w: product(x, w)[0])
+
+    def train(compiled: Callable[..., Any]) -> list[torch.Tensor]:
+        x, w = (torch.ones(4, 4).div(3).requires_grad_() for _ in range(2))
+        y = compiled(x, w)
+        return [y.detach(), *torch.autograd.grad(y.float().sum(), (x, w))]
+
+    torch._dynamo.reset()
+    ours = torch.compile(region, **OURS)
+    assert_same_bits(train(ours), train(region))
+    x = torch.ones(4, 4).div(3)
+    assert region(x, x).dtype is torch.bfloat16
+    assert ours(x, x).dtype is torch.float32
+    assert torch.compile(region, backend="aot_eager")(x, x).dtype is torch.float32
