@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autocast_backend import CustomOpWarning
-from tests.support import BF16, assert_same_bits
+from tests.support import BF16, assert_same_bits, needs_torch
 
 OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
 
@@ -101,9 +101,7 @@ def test_a_custom_op_that_autocast_does_not_change(product: Any, call: Any) -> N
     assert_same_bits(actual, call(product, x, w))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._dynamo.decorators, "leaf_function"), reason="torch has no leaf functions"
-)
+@needs_torch(2, 12, because="a leaf function under autocast raises with gradients")
 def test_a_leaf_function_is_a_known_difference() -> None:
     """PyTorch calls its body under the autocast state of the trace where there are gradients, and
     with autocast off where there are none, by ours and by stock."""
