@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autocast_backend import CustomOpWarning
-from tests.support import BF16, assert_same_bits, needs_torch
+from tests.support import BF16, FP16, assert_same_bits, needs_torch
 
 OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
 
@@ -102,30 +102,38 @@ def test_a_custom_op_that_autocast_does_not_change(product: Any, call: Any) -> N
 
 
 @needs_torch(2, 12, because="a leaf function under autocast raises with gradients")
-def test_a_leaf_function_is_a_known_difference() -> None:
-    """PyTorch calls its body under the autocast state of the trace where there are gradients, and
-    with autocast off where there are none, by ours and by stock."""
+@pytest.mark.parametrize("region", [BF16, FP16])
+def test_leaf_functions_are_called_under_autocast(region: dict[str, Any]) -> None:
+    """PyTorch calls them with autocast off where nothing is recorded, and in the dtype that the
+    thread has where something is."""
     leaf_function = torch._dynamo.decorators.leaf_function
 
     @leaf_function
     def product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
-        return ((x @ w).sin(),)
+        return ((x @ w + x @ w).sin(),)
 
     @product.register_fake
     def fake(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
         return (x @ w,)
 
-    region = in_region(lambda x, w: product(x, w)[0])
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast(**region):
+            y = product(x, w)[0]
+            with torch.autocast("cpu", enabled=False):
+                return y, product(x, w)[0]
 
-    def train(compiled: Callable[..., Any]) -> list[torch.Tensor]:
-        x, w = (torch.ones(4, 4).div(3).requires_grad_() for _ in range(2))
-        y = compiled(x, w)
-        return [y.detach(), *torch.autograd.grad(y.float().sum(), (x, w))]
+    def train(function: Callable[..., Any]) -> list[torch.Tensor]:
+        x, w = (torch.arange(16.0).view(4, 4).div(7).requires_grad_() for _ in range(2))
+        outputs = function(x, w)
+        grads = torch.autograd.grad(sum(y.float().sum() for y in outputs), (x, w))
+        return [*(y.detach() for y in outputs), *grads]
 
     torch._dynamo.reset()
-    ours = torch.compile(region, **OURS)
-    assert_same_bits(train(ours), train(region))
-    x = torch.ones(4, 4).div(3)
-    assert region(x, x).dtype is torch.bfloat16
-    assert ours(x, x).dtype is torch.float32
-    assert torch.compile(region, backend="aot_eager")(x, x).dtype is torch.float32
+    compiled = torch.compile(function, **OURS)
+    x = torch.arange(16.0).view(4, 4).div(7)
+    expected = function(x, x)
+    assert [y.dtype for y in expected] == [region["dtype"], torch.float32]
+    assert_same_bits(compiled(x, x), expected)
+    assert_same_bits(train(compiled), train(function))
+    around = [torch.autocast(**BF16)(f) for f in (torch.compile(product, **OURS), product)]
+    assert_same_bits(*(f(x, x)[0] for f in around))

@@ -1,9 +1,11 @@
-"""The gradients of `cond` and `map` under another autocast state than that of the forward.
+"""Higher-order ops that PyTorch computes under another autocast state than eager mode does.
 
-In eager mode, their backward traces a graph of the body, forward and backward, under the state of
-the forward, and then runs the ops of that graph one by one under the state that it finds itself in.
-When AOTAutograd traces them, the same functions of PyTorch do the same, but for two things that are
-put right here.
+Leaf functions run when the compiled graph does, and so under the state of that moment.
+
+In eager mode, the backward of `cond` and `map` traces a graph of the body, forward and backward,
+under the state of the forward, and then runs the ops of that graph one by one under the state that
+it finds itself in. When AOTAutograd traces them, the same functions of PyTorch do the same, but for
+two things that are put right here.
 """
 
 from __future__ import annotations
@@ -11,13 +13,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from .autocast import enter_autocast, exit_autocast
 from .patches import replaced
+
+
+def call_leaf_function_under(
+    module: fx.GraphModule, node: fx.Node, contexts: Sequence[tuple[Any, ...]]
+) -> None:
+    """Have a node that calls a leaf function enter autocast contexts around it; other nodes are
+    left alone.
+
+    What is decorated with `leaf_function` is not traced. PyTorch calls it with autocast off where
+    nothing is recorded, and in the dtypes that the thread has at that moment where something is.
+
+    Args:
+        contexts: the arguments of `enter_autocast` for each.
+    """
+    if str(node.target) != "invoke_leaf_function":
+        return
+    attribute, *others = node.args
+    assert isinstance(attribute, fx.Node)
+    assert isinstance(attribute.target, str)
+    leaf = getattr(module, attribute.target)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        entered = [enter_autocast(*context) for context in contexts]
+        try:
+            return leaf(*args, **kwargs)
+        finally:
+            for context in reversed(entered):
+                exit_autocast(context)
+
+    name = f"{node.name}_under_autocast"
+    setattr(module, name, type(leaf)(call))
+    with module.graph.inserting_before(node):
+        node.args = (module.graph.create_node("get_attr", name), *others)
 
 
 @contextlib.contextmanager

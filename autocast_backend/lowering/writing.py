@@ -14,6 +14,7 @@ from torch import fx
 
 from .._torch.autocast import disable_autocast, enter_autocast, exit_autocast
 from .._torch.fake_tensors import observing
+from .._torch.higher_order import call_leaf_function_under
 from .._torch.inside import is_opaque
 from ..policies.table import Policy
 from ..regions import is_cleared, is_opened_in, source_line
@@ -204,17 +205,15 @@ class Writer:
         # tensors of the trace, which nothing else will ask for.
         state = run[0].placement.state
         cache = state.cache_enabled
+        contexts = [(d.device_type, d.dtype, True, cache) for d in state.enabled_devices]
+        for c in run:
+            call_leaf_function_under(self.module, c.node, contexts)
         with self.graph.inserting_before(run[0].node):
             # Named, because AOTAutograd's cache knows a graph by its names: stock's graph may be
             # the same but for them, and what stock makes of it is not (_torch/kernels.py).
             entered = [
-                self.graph.create_node(
-                    "call_function",
-                    enter_autocast,
-                    (d.device_type, d.dtype, True, cache),
-                    name="bracket",
-                )
-                for d in state.enabled_devices
+                self.graph.create_node("call_function", enter_autocast, context, name="bracket")
+                for context in contexts
             ]
         at = run[-1].node
         for enter in reversed(entered):
