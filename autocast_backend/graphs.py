@@ -46,6 +46,14 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
+def recompile(module: fx.GraphModule) -> None:
+    """Write the code of a graph and of its bodies anew. `module.recompile()` alone may put off the
+    bodies' code until its own runs, and whoever interprets the graph calls their old code."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            part.recompile()
+
+
 def is_recorded(module: fx.GraphModule) -> bool:
     """Whether autograd records something of a Dynamo graph: in the grad mode of this moment, or
     where the graph switches it on."""

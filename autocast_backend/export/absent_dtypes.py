@@ -9,6 +9,7 @@ from torch import fx
 
 from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
 from .._torch.ops import arguments_of
+from ..graphs import recompile
 from ..regions import nodes_of
 
 _DTYPE_OF = torch.ops.smart_autocast.full_precision_dtype.default
@@ -37,7 +38,7 @@ def without_absent_dtypes(graph_module: fx.GraphModule) -> None:
             arguments = {**call.kwargs, "self": full, "dtype": None}
             call.args, call.kwargs = _positional(call.target, arguments)
         graph.erase_node(node)
-    graph_module.recompile()
+    recompile(graph_module)
 
 
 def _positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from ..graphs import recompile
 from .checks import floating_point_checks, without_dtype
 
 
@@ -39,9 +40,7 @@ def module(exported_program: ExportedProgram) -> fx.GraphModule:
         with check.graph.inserting_before(check):
             check.graph.call_function(check_floating_point, (check.args[0],))
         without_dtype(check)
-    for graph_module in unguarded.modules():
-        if isinstance(graph_module, fx.GraphModule):
-            graph_module.recompile()
+    recompile(unguarded)
     _own_parameters(unguarded)
     return unguarded
 

@@ -28,6 +28,7 @@ from torch import fx
 
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.kernels import kernels_opened
+from ..graphs import recompile
 from ..policies.overrides import Overrides
 from ..regions import AMBIENT, Placement, is_region_node
 from ..reports.report import Report
@@ -95,6 +96,7 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
                 writer.write()
             for writer in writers.values():
                 writer.share_with_bodies(writers)
+            recompile(graph_module)
     return graph_module
 
 

@@ -74,7 +74,6 @@ class Writer:
             self._bracket(run)
         for node in reversed(self.plan.regions):
             self.graph.erase_node(node)
-        self.module.recompile()
 
     def share_with_bodies(self, writers: Mapping[fx.GraphModule, Writer]) -> None:
         """Let the bodies of checkpoints read the weight casts of this graph, as eager's cache does:
@@ -153,7 +152,6 @@ class Writer:
         if not weight.users:
             _drop_operand(calls, writer.graph, weight)
         self.report.casts -= 1
-        self.module.recompile()
 
     def _rewrite(self, c: Candidate, recipe: Recipe) -> None:
         if not recipe:

@@ -436,6 +436,28 @@ def test_nested_regions_share_the_cast_of_a_weight() -> None:
     assert_same_bits(body(x, w.bfloat16())[0], torch.sin(x.bfloat16() @ w.bfloat16()))
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_layer_in_a_nested_region_that_is_called_twice(grad: bool) -> None:
+    """Its casts come in another order than its weights, and PyTorch runs the body's code, too."""
+    layer = nn.Linear(8, 8)
+    x = torch.randn(8, 8)
+
+    def applied(mark: Any) -> Callable[[], torch.Tensor]:
+        region = mark(lambda x: layer(x))
+
+        def function() -> torch.Tensor:
+            with torch.autocast(**BF16):
+                return region(region(x).float())
+
+        return function
+
+    torch._dynamo.reset()
+    ours = applied(torch.compiler.nested_compile_region)
+    compiled = torch.compile(ours, backend="smart_autocast", options={"inner": "aot_eager"})
+    with torch.set_grad_enabled(grad):
+        assert_same_bits(compiled(), applied(lambda region: region)())
+
+
 def backwards(function: Any, backend: str, **options: Any) -> list[Any]:
     """The gradients of one compiled function, with its backwards outside, inside, outside."""
     torch._dynamo.reset()
