@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autocast_backend import CustomOpWarning
-from tests.support import BF16, FP16, assert_same_bits, needs_torch
+from tests.support import BF16, FP16, assert_same_bits, needs_torch, targets
 
 OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
 
@@ -137,3 +137,99 @@ def test_leaf_functions_are_called_under_autocast(region: dict[str, Any]) -> Non
     assert_same_bits(train(compiled), train(function))
     around = [torch.autocast(**BF16)(f) for f in (torch.compile(product, **OURS), product)]
     assert_same_bits(*(f(x, x)[0] for f in around))
+
+
+@pytest.fixture
+def triton_op() -> Iterator[Any]:
+    """An op that is the calls of its body once it is traced, with a backward in float32."""
+
+    @torch.library.triton_op("smart_autocast_tests::traced", mutates_args=())
+    def traced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).sin()
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = (t.float() for t in ctx.saved_tensors)
+        with torch.autocast("cpu", enabled=False):
+            grad = grad.float() * (x @ w).cos()
+            return (grad @ w.t()).to(ctx.saved_tensors[0].dtype), x.t() @ grad
+
+    traced.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    )
+    yield traced
+    traced._lib._destroy()
+
+
+def test_a_triton_op_with_a_kernel_has_the_dtype_of_eager_mode() -> None:
+    """Nobody can observe the kernel, so the op stays in a bracket."""
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def copy(x: Any, out: Any) -> None:
+        pass
+
+    @torch.library.triton_op("smart_autocast_tests::copied", mutates_args=())
+    def copied(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        out = torch.empty_like(y)
+        torch.library.wrap_triton(copy)[(1,)](y, out)
+        return out
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return copied(x, w)
+
+    graphs = []
+
+    def never_run(graph_module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph_module)
+        return lambda *_: (torch.empty(0),)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="smart_autocast", options={"inner": never_run})
+    try:
+        compiled(torch.randn(4, 8), torch.randn(8, 4))
+        (call,) = [n for n in graphs[0].graph.nodes if "copied" in str(n.target)]
+        assert call.meta["example_value"].dtype is torch.bfloat16
+        assert targets(graphs[0]).count("_enter_autocast") == 1
+    finally:
+        copied._lib._destroy()
+
+
+@pytest.mark.parametrize("validate", ["strict", "dtype"])
+@pytest.mark.parametrize("around", [BF16, FP16, None])
+def test_triton_ops_are_traced_under_autocast(
+    triton_op: Any, validate: str, around: dict[str, Any] | None
+) -> None:
+    """Stock traces their bodies with autocast off."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with contextlib.nullcontext() if around else torch.autocast(**BF16):
+            y = triton_op(x, w)
+            z = torch.cat([triton_op(y, v), x @ v])
+        with torch.autocast("cpu", enabled=False):
+            return y, z, triton_op(z.float(), x)
+
+    def train(function: Callable[..., Any]) -> list[torch.Tensor]:
+        leaves = [torch.randn(8, 8, generator=rng).requires_grad_() for _ in range(3)]
+        with torch.autocast(**around or {**BF16, "enabled": False}):
+            outputs = function(leaves[0] * 1, leaves[1], leaves[2] * 1)
+        grads = torch.autograd.grad(sum(y.float().sum() for y in outputs), leaves)
+        return [*(y.detach() for y in outputs), *grads]
+
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "validate": validate}
+    compiled = torch.compile(function, backend="smart_autocast", options=options)
+    expected, actual = [], []
+    for grad in (True, False):
+        for f, results in ((function, expected), (compiled, actual)):
+            rng = torch.Generator().manual_seed(0)
+            if grad:
+                results += train(f)
+            else:
+                x = torch.randn(8, 8, generator=rng)
+                with torch.no_grad(), torch.autocast(**around or {**BF16, "enabled": False}):
+                    results += f(x, x, x)
+    low = (around or BF16)["dtype"]
+    assert [t.dtype for t in expected[:3]] == [low, low, torch.float32]
+    assert_same_bits(actual, expected)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .autocast import autocast_key, has_autocast_kernel
+from .kernels import body_of_triton_op
 
 _KNOWN = frozenset({"aten", "prim", "prims", "quantized", "_c10d_functional", "smart_autocast"})
 
@@ -24,6 +25,7 @@ def is_opaque(target: Any, device_types: Collection[str]) -> TypeGuard[OpOverloa
         and target.namespace not in _KNOWN
         and not has_autocast_kernel(target, device_types)
         and not target._can_decompose()
+        and body_of_triton_op(target) is None
     )
 
 

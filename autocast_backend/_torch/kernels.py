@@ -10,6 +10,9 @@ observer, AOTAutograd's tracing of forward and backward, fake tensors - then see
 
 An op is opened between autocast and autograd, so its node in the autograd graph, and with it its
 backward, is the one that eager has. `_trilinear`, say, is what the backward of `_trilinear` calls.
+
+So are the ops that `torch.library.triton_op` makes. AOTAutograd puts the calls of their bodies in
+their place, but by itself does so where autocast is off, whatever it was around the op.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch._library.simple_registry import find_torch_dispatch_rule
+from torch._library.triton import triton_ops_to_kernels
 from torch._ops import OpOverload
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -49,7 +55,10 @@ _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunction
 _here = threading.local()
 _lock = threading.Lock()
 _users = 0
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
+
+Body = Callable[..., Any]
+"""What stands for a call of an opened op."""
 
 
 @contextlib.contextmanager
@@ -59,14 +68,18 @@ def kernels_opened() -> Iterator[None]:
     The dispatcher, which is one for all threads, has a kernel of ours for them under autocast then.
     Calls of other threads go on to PyTorch's.
     """
-    global _users, _library
+    global _users
     with _lock:
         if _users == 0:
-            _library = torch.library.Library("aten", "IMPL")
-            for op, device_type, key in _openable():
+            libraries: dict[str, torch.library.Library] = {}
+            for op, device_type, body in (*_openable(), *_triton_ops()):
                 if not has_autocast_kernel(op, (device_type,)):  # a user's rule is left alone
-                    kernel = _kernel(op, device_type, key)
-                    _library.impl(op, kernel, autocast_key(device_type), with_keyset=True)
+                    if op.namespace not in libraries:
+                        libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+                    kernel = _kernel(op, device_type, body)
+                    key = autocast_key(device_type)
+                    libraries[op.namespace].impl(op, kernel, key, with_keyset=True)
+            _libraries.extend(libraries.values())
         _users += 1
     before = is_open()
     _here.open = True
@@ -76,9 +89,8 @@ def kernels_opened() -> Iterator[None]:
         _here.open = before
         with _lock:
             _users -= 1
-            if _users == 0 and _library is not None:
-                _library._destroy()
-                _library = None
+            while _users == 0 and _libraries:
+                _libraries.pop()._destroy()
 
 
 def is_open() -> bool:
@@ -93,18 +105,47 @@ def calls_others(op: OpOverload, device_types: Sequence[str]) -> bool:
 
 
 @functools.cache
-def _openable() -> tuple[tuple[OpOverload, str, str], ...]:
+def _openable() -> tuple[tuple[OpOverload, str, Body], ...]:
     """The ops of `OPENED` that this version of torch has, each with the device types that have a
-    kernel of it to open, and the dispatch key of that kernel."""
-    found: list[tuple[OpOverload, str, str]] = []
+    kernel of it to open, and that kernel."""
+    found: list[tuple[OpOverload, str, Body]] = []
     for name, inner in OPENED.items():
         op = _op(name)
         for device_type in autocast_device_types() if op is not None else ():
             acts = has_autocast_kernel(_op(inner), (device_type,))
             key = _key_of_kernel(op, device_type) if acts else None
             if key is not None:
-                found.append((op, device_type, key))
+                found.append((op, device_type, functools.partial(_run_kernel, op, key)))
     return tuple(found)
+
+
+def _run_kernel(op: OpOverload, key: str, *args: Any, **kwargs: Any) -> Any:
+    # Kernels loop over sizes, so they take numbers.
+    args, kwargs = pytree.tree_map_only(torch.SymInt, int, (args, kwargs))
+    return op._op_dk(torch._C._dispatch_key_parse(key), *args, **kwargs)
+
+
+def _triton_ops() -> Iterator[tuple[OpOverload, str, Body]]:
+    """The Triton ops there are at this moment, each with the device types of autocast."""
+    for name in triton_ops_to_kernels:
+        if name in OPDEFS and torch._C._dispatch_has_kernel(name):  # not unloaded since
+            op = OPDEFS[name]._opoverload
+            body = body_of_triton_op(op)
+            assert body is not None
+            for device_type in autocast_device_types():
+                yield op, device_type, body
+
+
+def body_of_triton_op(target: Any) -> Body | None:
+    """What tracing makes of a `torch.library.triton_op`; None for all other targets."""
+    if not isinstance(target, OpOverload) or target.name() not in triton_ops_to_kernels:
+        return None
+    rule: Any = find_torch_dispatch_rule(target, FunctionalTensorMode)
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        return rule(contextlib.nullcontext(), target, (), args, kwargs)  # in the mode that is on
+
+    return body
 
 
 def _op(name: str) -> Any:
@@ -143,7 +184,7 @@ def _scaled_mm_is_emulated() -> bool:
     return any(func.namespace == "aten" and "mm" in func.name() for func in seen)
 
 
-def _kernel(op: OpOverload, device_type: str, key: str) -> Callable[..., Any]:
+def _kernel(op: OpOverload, device_type: str, body: Body) -> Callable[..., Any]:
     """What the dispatcher calls for `op` where autocast is on for `device_type`."""
     autocast = torch._C._dispatch_key_parse(autocast_key(device_type))
 
@@ -151,7 +192,7 @@ def _kernel(op: OpOverload, device_type: str, key: str) -> Callable[..., Any]:
         if not is_open() and not keyset.has(torch._C.DispatchKey.PythonDispatcher):
             return op.redispatch(keyset.remove(autocast), *args, **kwargs)
         on = [d for d in autocast_device_types() if torch.is_autocast_enabled(d)]
-        opening = _Opening(op, key, on) if is_open() else contextlib.nullcontext()
+        opening = _Opening(op, body, on) if is_open() else contextlib.nullcontext()
         # As PyTorch's own kernels for autocast do: past all of its keys, then from the top.
         with opening, disable_autocast():
             return op(*args, **kwargs)
@@ -163,25 +204,23 @@ class _Opening(TorchDispatchMode):
     """Makes the calls of an op's kernel in the place of the op, once autograd has seen it.
 
     Args:
-        key: of the kernel.
+        body: makes them.
         on: the device types that autocast is on for.
     """
 
-    def __init__(self, op: OpOverload, key: str, on: Sequence[str]) -> None:
+    def __init__(self, op: OpOverload, body: Body, on: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._op = op
-        self._key = torch._C._dispatch_key_parse(key)
+        self._body = body
         self._on = on
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is not self._op:
             return func(*args, **(kwargs or {}))
-        # Kernels loop over sizes, so they take numbers.
-        args, kwargs = pytree.tree_map_only(torch.SymInt, int, (args, kwargs or {}))
         try:
             for device_type in self._on:
                 torch.set_autocast_enabled(device_type, True)
-            made = func._op_dk(self._key, *args, **kwargs)
+            made = self._body(*args, **(kwargs or {}))
             return pytree.tree_map_only(FunctionalTensor, _no_view, made)
         finally:
             for device_type in self._on:

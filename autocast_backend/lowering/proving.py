@@ -12,6 +12,7 @@ from torch import fx
 
 from .._torch.autocast import disable_autocast
 from .._torch.fake_tensors import observing
+from .._torch.kernels import body_of_triton_op
 from ..policies.table import Policy
 from ..reports.report import Report
 from ..state import AutocastState
@@ -87,14 +88,19 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     # Dynamo ran the call under autocast when it traced: its example value is eager's answer. Later
     # calls may have changed the value's shape in place, never its dtype.
     reason = difference(observed(c.node.meta.get("example_value")), ours, level="dtypes")
-    # Of a composite that no rule names it says too little: what it hides may have rules.
-    hides = c.recipe is None and isinstance(ours, Observation) and ours.is_composite
-    if reason is None and not strict and not hides:
+    # Of a composite that no rule names it says too little: what it hides may have rules. And fake
+    # tensors have autocast off in a Triton op.
+    is_triton_op = body_of_triton_op(c.node.target) is not None
+    composite = c.recipe is None and isinstance(ours, Observation) and ours.is_composite
+    if reason is None and not strict and not (composite or is_triton_op):
         return Verdict(None, _shared_by_name(c))
     eager = watch(Recipe(), state)
-    if isinstance(eager, Failed):
-        return Verdict(difference(eager, ours, level="ops"))
+    if isinstance(eager, Failed):  # kernels in a Triton op cannot be observed
+        return Verdict(difference(eager, ours, level="ops"), stale=is_triton_op)
     reason = reason or difference(eager, ours, level="ops")
+    stale = eager.dtypes != dtypes_of(c.node.meta.get("example_value"))
+    if reason is not None and is_triton_op:  # its backward gets what it was given, uncast
+        return Verdict(reason, stale=stale)
     casts, shared = _casts_seen(c, eager, state)
     if reason is None:
         return Verdict(None, shared, order=tuple(i for i, _ in casts))
@@ -109,7 +115,6 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return Verdict(None, expanded=True)
     # It stays under autocast. May it at least read the weight casts that other calls read?
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
-    stale = eager.dtypes != dtypes_of(c.node.meta.get("example_value"))
     if not again and difference(eager, watch(given, state), "ops") is None:
         return Verdict(reason, shared, stale=stale)
     within = _finds_its_casts(c, given, state, fake_mode, eager)
