@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -625,3 +626,37 @@ def test_autocast_of_both_while_tensors_are_on_one() -> None:
     both = AutocastState.of([BF16, CUDA_FP16])
     check_on_fake_cuda(both, torch.mm, CPU, CPU, calls=[TO_BF16, TO_BF16, "mm"])
     check_on_fake_cuda(both, torch.mm, CUDA, CUDA, calls=[TO_FP16, TO_FP16, "mm"])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("way", ["ambient", "region"])
+def test_numpy_knows_no_autocast(way: str, grad: bool) -> None:
+    """Dynamo computes NumPy's functions, methods and operators on tensors: stock in bfloat16. Small
+    integers, because torch and NumPy add up in other orders."""
+
+    @torch._dynamo.allow_in_graph
+    def hidden(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # proved for the dtypes it gets
+        return x @ w
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast(**BF16) if way == "region" else contextlib.nullcontext():
+            a = x.detach().numpy()
+            by_function = torch.from_numpy(np.matmul(a, a + 256))
+            by_method = torch.from_numpy(a.dot(a + 256))
+            by_operator = torch.from_numpy(a @ (a + 256))
+            return torch.cat([by_function, x @ w]), hidden(by_method, w), by_operator
+
+    def results(function: Callable[..., Any]) -> list[Any]:
+        x, w = (torch.arange(16.0).view(4, 4).requires_grad_(grad) for _ in range(2))
+        with torch.autocast(**BF16, enabled=way == "ambient"):
+            outputs = function(x, w)
+        if grad:
+            (outputs[0].sum() + outputs[1].sum()).backward()
+        return [*outputs, x.grad, w.grad]
+
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager"}
+    compiled = torch.compile(function, fullgraph=True, backend="smart_autocast", options=options)
+    expected = results(function)
+    assert [y.dtype for y in expected[:3]] == [torch.float32, torch.bfloat16, torch.float32]
+    assert_same_bits(results(compiled), expected)

@@ -198,6 +198,15 @@ def keep_out_of_packages(graph_module: fx.GraphModule) -> None:
     )
 
 
+_NUMPY_CALLS = ("numpy_to_tensor_wrapper", "numpy_method_wrapper", "numpy_operator_wrapper")
+
+
+def is_numpy_call(target: Any) -> bool:
+    """Whether a node's target stands for a function, a method or an operator of NumPy."""
+    kind = type(target)  # by name: who has no graph of Dynamo's need not import it
+    return kind.__name__ in _NUMPY_CALLS and kind.__module__ == "torch._dynamo.utils"
+
+
 def is_functorch_transform(target: Any) -> int:
     """+1 where a graph node enters a `torch.func` transform, -1 where it leaves one, else 0.
 

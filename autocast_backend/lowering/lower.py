@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch.dynamo import is_numpy_call
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.kernels import kernels_opened
 from ..graphs import recompile
 from ..policies.overrides import Overrides
-from ..regions import AMBIENT, Placement, is_region_node
+from ..regions import AMBIENT, Placement, is_region_node, nodes_of
 from ..reports.report import Report
 from ..state import AutocastState
 from .other_dtypes import judge_other_dtypes
@@ -103,7 +104,9 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
 def _settled(graph_module: fx.GraphModule, context: Context) -> tuple[list[Plan], Any]:
     """What is to become of every call, and the fake mode of the graph's values."""
     plans, candidates, fake_mode = _judged(graph_module, context)
-    if any(c.stale for c in candidates):
+    # Dynamo runs NumPy's functions under autocast, to know what they give; NumPy does not.
+    numpy = bool(candidates) and any(is_numpy_call(n.target) for n in nodes_of(graph_module))
+    if numpy or any(c.stale for c in candidates):
         propagate(graph_module, context)
         plans, _, fake_mode = _judged(graph_module, context)
     return plans, fake_mode

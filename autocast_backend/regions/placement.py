@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from .._torch.autocast import enter_autocast, exit_autocast
+from .._torch.dynamo import is_numpy_call
 from ..state import AutocastState
 
 
@@ -96,6 +97,7 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
         _exit_autocast(enter)
 
     Bodies of higher-order ops are graphs of their own: call again with the placement of their node.
+    Calls of NumPy, which Dynamo writes as calls of tensors, stand under no autocast.
 
     Raises:
         RegionError: an exit without its enter, crossing pairs, or an enter without its exit.
@@ -104,7 +106,7 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
     opened: list[tuple[fx.Node, Placement]] = []
     here = outside
     for node in graph.nodes:
-        placements[node] = here
+        placements[node] = _without_autocast(here) if is_numpy_call(node.target) else here
         if node.op != "call_function":
             continue
         if node.target is enter_autocast:
@@ -128,6 +130,13 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
     if opened:
         raise RegionError(f"{where(opened[-1][0])} opens a region that the graph never closes")
     return placements
+
+
+def _without_autocast(here: Placement) -> Placement:
+    state = here.state
+    for device in state.enabled_devices:
+        state = state.set(device.device_type, enabled=False)
+    return replace(here, state=state)
 
 
 def dtypes_taken_over(
