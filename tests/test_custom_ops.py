@@ -42,10 +42,11 @@ def product() -> Iterator[Any]:
     product._lib._destroy()
 
 
-def test_a_custom_op_is_a_known_difference(product: Any) -> None:
+@pytest.mark.parametrize("packet", [False, True])
+def test_a_custom_op_is_a_known_difference(product: Any, packet: bool) -> None:
     """Eager autocast acts on what the kernel of a custom op calls. Compiled, by ours or by stock,
     it is called with autocast off. A rule of its own says what is meant (docs/coverage.md)."""
-    region = in_region(product)
+    region = in_region(torch.ops.smart_autocast_tests.product if packet else product)
     x, w = torch.randn(4, 16), torch.randn(16, 4)
 
     def compiled(**compiler: Any) -> torch.Tensor:
@@ -206,7 +207,7 @@ def test_triton_ops_are_traced_under_autocast(
     def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with contextlib.nullcontext() if around else torch.autocast(**BF16):
             y = triton_op(x, w)
-            z = torch.cat([triton_op(y, v), x @ v])
+            z = torch.cat([torch.ops.smart_autocast_tests.traced(y, v), x @ v])
         with torch.autocast("cpu", enabled=False):
             return y, z, triton_op(z.float(), x)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -12,21 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .autocast import autocast_key, has_autocast_kernel
 from .kernels import body_of_triton_op
+from .ops import overloads_of
 
 _KNOWN = frozenset({"aten", "prim", "prims", "quantized", "_c10d_functional", "smart_autocast"})
 
 
-def is_opaque(target: Any, device_types: Collection[str]) -> TypeGuard[OpOverload]:
-    """Whether a node's target is a custom op with a kernel that nobody has looked into: it is none
-    of PyTorch's or of this package, has no autocast rule for these device types, and is not made of
-    other ops above autograd, where autocast would be seen to act on them."""
-    return (
-        isinstance(target, OpOverload)
-        and target.namespace not in _KNOWN
-        and not has_autocast_kernel(target, device_types)
-        and not target._can_decompose()
-        and body_of_triton_op(target) is None
-    )
+def opaque_ops(target: Any, device_types: Collection[str]) -> list[OpOverload]:
+    """The custom ops that a node's target may call and whose kernel nobody has looked into: those
+    that are none of PyTorch's or of this package, have no autocast rule for these device types, and
+    are not made of other ops above autograd, where autocast would be seen to act on them."""
+    return [
+        op
+        for op in overloads_of(target)
+        if op.namespace not in _KNOWN
+        and not has_autocast_kernel(op, device_types)
+        and not op._can_decompose()
+        and body_of_triton_op(op) is None
+    ]
 
 
 class Watching(TorchDispatchMode):

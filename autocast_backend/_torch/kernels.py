@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .autocast import autocast_device_types, autocast_key, disable_autocast, has_autocast_kernel
+from .ops import overloads_of
 
 OPENED = {
     "_euclidean_dist": "matmul",
@@ -138,12 +139,13 @@ def _triton_ops() -> Iterator[tuple[OpOverload, str, Body]]:
 
 def body_of_triton_op(target: Any) -> Body | None:
     """What tracing makes of a `torch.library.triton_op`; None for all other targets."""
-    if not isinstance(target, OpOverload) or target.name() not in triton_ops_to_kernels:
+    op = next((op for op in overloads_of(target) if op.name() in triton_ops_to_kernels), None)
+    if op is None:
         return None
-    rule: Any = find_torch_dispatch_rule(target, FunctionalTensorMode)
+    rule: Any = find_torch_dispatch_rule(op, FunctionalTensorMode)
 
     def body(*args: Any, **kwargs: Any) -> Any:
-        return rule(contextlib.nullcontext(), target, (), args, kwargs)  # in the mode that is on
+        return rule(contextlib.nullcontext(), op, (), args, kwargs)  # in the mode that is on
 
     return body
 

@@ -15,6 +15,7 @@ __all__ = [
     "arguments_of",
     "is_dispatched",
     "op_name_of",
+    "overloads_of",
     "schema_of",
 ]
 
@@ -29,6 +30,13 @@ def op_name_of(target: OpOverload | OpOverloadPacket) -> tuple[str, str]:
     if isinstance(target, OpOverload):
         return target._schema.name, target._schema.overload_name
     return target._qualified_op_name, ""
+
+
+def overloads_of(target: Any) -> tuple[OpOverload, ...]:
+    """The ops that a node's target may call: of one without its overload, all that it has."""
+    if isinstance(target, OpOverloadPacket):
+        return tuple(getattr(target, name) for name in target.overloads())
+    return (target,) if isinstance(target, OpOverload) else ()
 
 
 def schema_of(op: OpOverload) -> str:

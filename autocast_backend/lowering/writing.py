@@ -15,7 +15,7 @@ from torch import fx
 from .._torch.autocast import disable_autocast, enter_autocast, exit_autocast
 from .._torch.fake_tensors import observing
 from .._torch.higher_order import call_leaf_function_under
-from .._torch.inside import is_opaque
+from .._torch.inside import opaque_ops
 from ..policies.table import Policy
 from ..regions import is_cleared, is_opened_in, source_line
 from ..reports.report import Bracketed, Report
@@ -57,8 +57,8 @@ class Writer:
         """Rewrite every candidate, bracket those that were refused, and drop the region nodes."""
         for c in self.plan.candidates:
             on = [d.device_type for d in c.placement.state.enabled_devices]
-            if is_opaque(c.node.target, on) and not c.overridden:
-                self.report.opaque[c.node.target] = c.placement.state
+            for op in () if c.overridden else opaque_ops(c.node.target, on):
+                self.report.opaque[op] = c.placement.state
             if c.refused is not None:
                 # In eager, these casts come from the cache; AOTAutograd's weights are no leaves.
                 weights = [(i, Policy.LOWER_PRECISION_FP) for i in c.shared]

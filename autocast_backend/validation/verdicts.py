@@ -25,7 +25,7 @@ from .._logging import log
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
-from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched
+from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched, overloads_of
 from ..state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16
@@ -218,9 +218,9 @@ def _target(target: Any) -> str:
 
 def _rule_of(op: OpOverload | OpOverloadPacket) -> str:
     """Whether somebody has registered a rule for a custom op, which can happen at any time."""
-    if isinstance(op, OpOverload) and op.namespace != "aten":
-        return " with a rule" if has_autocast_kernel(op, autocast_device_types()) else ""
-    return ""
+    others = [overload for overload in overloads_of(op) if overload.namespace != "aten"]
+    on = autocast_device_types() if others else ()
+    return " with a rule" if any(has_autocast_kernel(other, on) for other in others) else ""
 
 
 def _describe(value: Any) -> str:
