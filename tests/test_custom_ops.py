@@ -234,3 +234,68 @@ def test_triton_ops_are_traced_under_autocast(
     low = (around or BF16)["dtype"]
     assert [t.dtype for t in expected[:3]] == [low, low, torch.float32]
     assert_same_bits(actual, expected)
+
+
+class Product(torch.autograd.Function):
+    """Its backward multiplies in float32 what its forward multiplied as autocast has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = (t.float() for t in ctx.saved_tensors)
+        with torch.autocast("cpu", enabled=False):
+            return (grad.float() @ w.t()), x.t() @ grad.float()
+
+
+@torch._dynamo.allow_in_graph
+def hidden(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return Product.apply(x, w)
+
+
+@torch._dynamo.allow_in_graph
+def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # as an op is called that has a policy
+    return Product.apply(x, w)
+
+
+@pytest.fixture
+def with_an_autograd_kernel() -> Iterator[None]:
+    """A custom op that differentiates itself, as those written in C++ often do."""
+    library = torch.library.Library("smart_autocast_tests", "FRAGMENT")
+    library.define("differentiated(Tensor x, Tensor w) -> Tensor")
+    library.impl("differentiated", Product.apply, "Autograd")
+    library.impl("differentiated", torch.mm, "CPU")
+    library.impl("differentiated", torch.mm, "Meta")
+    yield
+    library._destroy()
+
+
+def differentiated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.ops.smart_autocast_tests.differentiated(x, w)
+
+
+@pytest.mark.usefixtures("with_an_autograd_kernel")
+@pytest.mark.parametrize("function", [hidden, mm, differentiated])
+@pytest.mark.parametrize("validate", ["strict", "dtype"])
+@pytest.mark.parametrize("ambient", [True, False])
+def test_a_backward_gets_what_its_forward_got(function: Any, validate: str, ambient: bool) -> None:
+    """A cast before the call would give the same forward, and a backward of the cast tensors."""
+
+    def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with contextlib.nullcontext() if ambient else torch.autocast(**BF16):
+            return function(x.sin(), w.sin())
+
+    def train(function: Callable[..., Any]) -> list[torch.Tensor]:
+        rng = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(8, 8, generator=rng).requires_grad_() for _ in range(2))
+        with torch.autocast(**BF16, enabled=ambient):
+            y = function(x, w)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, w))]
+
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "validate": validate}
+    compiled = torch.compile(region, backend="smart_autocast", options=options)
+    assert_same_bits(train(compiled), train(region))

@@ -91,15 +91,20 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     # Of a composite that no rule names it says too little: what it hides may have rules. And fake
     # tensors have autocast off in a Triton op.
     is_triton_op = body_of_triton_op(c.node.target) is not None
-    composite = c.recipe is None and isinstance(ours, Observation) and ours.is_composite
-    if reason is None and not strict and not (composite or is_triton_op):
+    hides = is_triton_op or (
+        isinstance(ours, Observation)
+        and ((c.recipe is None and ours.is_composite) or ours.own_backward)
+    )
+    if reason is None and not strict and not hides:
         return Verdict(None, _shared_by_name(c))
     eager = watch(Recipe(), state)
     if isinstance(eager, Failed):  # kernels in a Triton op cannot be observed
         return Verdict(difference(eager, ours, level="ops"), stale=is_triton_op)
     reason = reason or difference(eager, ours, level="ops")
     stale = eager.dtypes != dtypes_of(c.node.meta.get("example_value"))
-    if reason is not None and is_triton_op:  # its backward gets what it was given, uncast
+    if is_triton_op or eager.own_backward:  # its backward gets what it was given, uncast
+        if reason is None and c.recipe:
+            reason = "its backward is a formula of its own"
         return Verdict(reason, stale=stale)
     casts, shared = _casts_seen(c, eager, state)
     if reason is None:

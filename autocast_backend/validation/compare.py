@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch.autocast import disable_autocast
 from .._torch.fake_tensors import failures_unlogged, observing
+from .._torch.formulas import has_own_formula, next_sequence_number
 from .._torch.ops import op_name_of
 from ..state import AutocastState, weight_cache_on
 
@@ -51,6 +52,8 @@ class Observation:
         casts: how many casts it made.
         cast_to: `id` of every tensor that a cast was given, and the dtype it was cast to.
         read_first: `id` of every tensor among them that another op had got before.
+        own_backward: whether some of its backward is a formula of its own, of tensors that nothing
+            here tells about.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -59,6 +62,7 @@ class Observation:
     casts: int = 0
     cast_to: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict, compare=False)
     read_first: Collection[int] = dataclasses.field(default_factory=frozenset, compare=False)
+    own_backward: bool = False
 
     @property
     def is_composite(self) -> bool:
@@ -144,15 +148,22 @@ def observe(
     so every exception is turned into `Failed`.
     """
     recorder = _Recorder(weight_cache)
+    first = next_sequence_number()
     with _conditions(state, fake_mode, grad):
         try:
             with recorder:
                 value = call()
         except Exception as error:
             return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
-    events, casts = tuple(recorder.events), len(recorder.casts)
+    results = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return Observation(
-        dtypes_of(value), _shapes(value), events, casts, recorder.cast_to, recorder.read_first
+        dtypes_of(value),
+        _shapes(value),
+        tuple(recorder.events),
+        len(recorder.casts),
+        recorder.cast_to,
+        recorder.read_first,
+        has_own_formula(results, first),
     )
 
 

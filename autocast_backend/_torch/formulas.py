@@ -1,0 +1,32 @@
+"""The autograd graph that a call has made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+
+def next_sequence_number() -> int:
+    """The number that autograd gives the next node of this thread."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def has_own_formula(results: Iterable[torch.Tensor], first: int) -> bool:
+    """Whether an `autograd.Function`, of Python or C++, is among the nodes behind some tensors.
+
+    Args:
+        first: the number from which on nodes count.
+    """
+    nodes = [t.grad_fn for t in results]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        if isinstance(node, BackwardCFunction) or "CppNode" in node.name():
+            return True
+        seen.add(node)
+        nodes += [function for function, _ in node.next_functions]
+    return False
