@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.autocast import disable_autocast
+from .._torch.autocast import disable_autocast, has_autocast_kernel
 from .._torch.fake_tensors import observing
 from .._torch.kernels import body_of_triton_op
+from .._torch.ops import overloads_of
 from ..policies.table import Policy
 from ..reports.report import Report
 from ..state import AutocastState
@@ -102,7 +103,8 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return Verdict(difference(eager, ours, level="ops"), stale=is_triton_op)
     reason = reason or difference(eager, ours, level="ops")
     stale = eager.dtypes != dtypes_of(c.node.meta.get("example_value"))
-    if is_triton_op or eager.own_backward:  # its backward gets what it was given, uncast
+    if is_triton_op or (eager.own_backward and not _has_rule(c)):
+        # Its backward gets what it was given, uncast; with a rule, that is cast above autograd.
         if reason is None and c.recipe:
             reason = "its backward is a formula of its own"
         return Verdict(reason, stale=stale)
@@ -126,6 +128,12 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     # A call that casts `again` past eager's cache may cast by the cache as well.
     keeps = (bool(shared) or again) and c.grad and not within
     return Verdict(reason, shared if within else (), within=within, keeps=keeps, stale=stale)
+
+
+def _has_rule(c: Candidate) -> bool:
+    """Whether the call is of an op that autocast has a rule for."""
+    on = [d.device_type for d in c.placement.state.enabled_devices]
+    return any(has_autocast_kernel(op, on) for op in overloads_of(c.node.target))
 
 
 def _finds_its_casts(
