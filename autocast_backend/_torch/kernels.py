@@ -128,7 +128,7 @@ def _run_kernel(op: OpOverload, key: str, *args: Any, **kwargs: Any) -> Any:
 
 def _triton_ops() -> Iterator[tuple[OpOverload, str, Body]]:
     """The Triton ops there are at this moment, each with the device types of autocast."""
-    for name in triton_ops_to_kernels:
+    for name in list(triton_ops_to_kernels):  # other threads may define some
         if name in OPDEFS and torch._C._dispatch_has_kernel(name):  # not unloaded since
             op = OPDEFS[name]._opoverload
             body = body_of_triton_op(op)
