@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autocast_backend import CustomOpWarning
-from tests.support import BF16, FP16, assert_same_bits, needs_torch, targets
+from tests.support import BF16, FP16, Product, assert_same_bits, needs_torch, targets
 
 OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
 
@@ -234,21 +234,6 @@ def test_triton_ops_are_traced_under_autocast(
     low = (around or BF16)["dtype"]
     assert [t.dtype for t in expected[:3]] == [low, low, torch.float32]
     assert_same_bits(actual, expected)
-
-
-class Product(torch.autograd.Function):
-    """Its backward multiplies in float32 what its forward multiplied as autocast has it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = (t.float() for t in ctx.saved_tensors)
-        with torch.autocast("cpu", enabled=False):
-            return (grad.float() @ w.t()), x.t() @ grad.float()
 
 
 @torch._dynamo.allow_in_graph
