@@ -1,4 +1,4 @@
-"""Nested compile regions, written out.
+"""Nested compile regions, and calls like them, written out.
 
     joint graph                                   written out
     ------------------------------------------    ------------------------------
@@ -9,6 +9,7 @@
 PyTorch traces and partitions such a region by itself: what it saves stands in no other graph. And
 where it traces the backward of a region under autocast, it does so with the forward. So a variant
 is traced without them, and what the compiled forward saved is found in its graphs, written out.
+The backward of `foreach_map` and `InvokeQuant`, too, has their forward in it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from .._torch.dynamo import is_higher_order_op
 from ..graphs import same_inputs
 from .differences import attribute
+
+FIRST_OPERAND = {"invoke_subgraph": 2, "foreach_map": 1, "invoke_quant_packed": 1}
+"""The ops that are written out: which argument is the first that their body gets."""
 
 
 def is_nested_region(node: fx.Node) -> bool:
@@ -29,13 +34,18 @@ def is_nested_region(node: fx.Node) -> bool:
     return node.target is torch.ops.higher_order.invoke_subgraph
 
 
-def has_nested_regions(module: fx.GraphModule) -> bool:
-    """Whether a graph calls such regions."""
-    return any(is_nested_region(node) for node in module.graph.nodes)
+def is_written_out(node: fx.Node) -> bool:
+    """Whether a node calls a body that is written out."""
+    return is_higher_order_op(node.target) and str(node.target) in FIRST_OPERAND
+
+
+def has_nested(module: fx.GraphModule) -> bool:
+    """Whether a graph has such calls."""
+    return any(is_written_out(node) for node in module.graph.nodes)
 
 
 class WrittenOut(NamedTuple):
-    """A graph without nested compile regions.
+    """A graph without nested compile regions and calls like them.
 
     Attributes:
         module: computes what the graph that was given does.
@@ -47,8 +57,8 @@ class WrittenOut(NamedTuple):
 
 
 def write_out(module: fx.GraphModule) -> WrittenOut:
-    """Write the bodies of nested compile regions into the graph; `module` itself if it has none."""
-    if not has_nested_regions(module):
+    """Write the bodies of such calls into the graph; `module` itself if it has none."""
+    if not has_nested(module):
         return WrittenOut(module, {node.name: node for node in module.graph.nodes})
     graph = fx.Graph()
     attributes: dict[str, Any] = {}
@@ -62,15 +72,16 @@ def write_out(module: fx.GraphModule) -> WrittenOut:
                 return fx.map_arg(node.args[0], values.__getitem__)
             if node.op == "get_attr":
                 value = attribute(source, node)
-                if all(map(is_nested_region, node.users)):
+                if all(map(is_written_out, node.users)):
                     values[node] = value  # a body
                     continue
                 name = str(node.target) if source is module else f"written_out_{len(attributes)}"
                 attributes[name] = value
                 values[node] = graph.create_node("get_attr", name)
                 values[node].meta = dict(node.meta)
-            elif is_nested_region(node):
-                body, _, *operands = fx.map_arg(node.args, values.__getitem__)
+            elif is_written_out(node):
+                body, *others = fx.map_arg(node.args, values.__getitem__)
+                operands = others[FIRST_OPERAND[str(node.target)] - 1 :]
                 inputs = zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
                 values[node] = copy(body, dict(inputs), node.meta.get("partitioner_tag"))
             elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple | list):

@@ -55,7 +55,7 @@ from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .hooks import unpacks_differently
 from .joint import extract_backward, keep_in_backward
-from .nested import has_nested_regions, write_out
+from .nested import has_nested, write_out
 
 log = _logging.log
 
@@ -288,7 +288,7 @@ class Backward:
     def _reference(self) -> JointGraph:
         """What tells which values the compiled forward has saved."""
         region = self._region
-        nested = has_nested_regions(region.graph_module)
+        nested = has_nested(region.graph_module)
         return region.trace_as_compiled() if nested else self._joints[()]
 
     def _check_hooks(self, key: Key) -> None:

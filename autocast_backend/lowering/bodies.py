@@ -54,6 +54,11 @@ IN_PLACE = {
     "invoke_subgraph": InPlace(2, True, lambda returned: returned, takes_more=True, again=True),
     # (grad mode, body, *operands): how `torch.export` writes `torch.no_grad()`.
     "wrap_with_set_grad_enabled": InPlace(2, None, lambda returned: returned, body=1),
+    # (body, *operands). The gradients of the first two are those of the body, traced once more:
+    # without autocast, had it no casts of its own.
+    "foreach_map": InPlace(1, True, lambda returned: returned, takes_more=True),
+    "invoke_quant_packed": InPlace(1, True, lambda returned: returned, takes_more=True),
+    "wrap": InPlace(1, True, lambda returned: returned, takes_more=True),
 }
 
 

@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._higher_order_ops import invoke_quant_packed
+from torch._higher_order_ops.foreach_map import foreach_map
 from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch._higher_order_ops.wrap import wrap
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +76,26 @@ def without_marks(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return part(part(x, w).float(), w)
 
 
+def wrapped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return wrap(part, x, w) + wrap(part, x.cos(), w)
+
+
+def quantized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return invoke_quant_packed(lambda v, u: (part(v, u),), x, w)[0] + part(x.cos(), w)
+
+
+def for_each(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return foreach_map(part, [x, x.cos()], [w, w])
+
+
+def one_by_one(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return part(x, w), part(x.cos(), w)
+
+
+def added(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return part(x, w) + part(x.cos(), w)
+
+
 def own_function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return Product.apply(x, w)
 
@@ -104,6 +127,9 @@ CASES = {
     # The backend "eager" cannot run its backward.
     "invoke_subgraph": Case(nested_compile_regions, bracketed=False, oracle=without_marks),
     "autograd_function_apply": Case(own_function, bracketed=False),
+    "foreach_map": Case(for_each, bracketed=False, oracle=one_by_one),
+    "invoke_quant": Case(quantized, bracketed=False, oracle=added),
+    "wrap": Case(wrapped, bracketed=False, oracle=added),
 }
 
 
@@ -296,6 +322,26 @@ def test_gradients_in_the_dtype_of_the_backward(
     options = {"inner": "aot_eager"}
     actual = gradients_in_three_states(case, around, backend="smart_autocast", options=options)
     assert not torch.equal(expected[1][1], expected[2][1]), "a case that shows nothing"
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("function", [for_each, quantized])
+@pytest.mark.parametrize("around", [None, BF16])
+def test_gradients_of_a_body_whose_backward_has_its_forward(
+    function: Function, around: dict[str, Any] | None
+) -> None:
+    """PyTorch traces both where it traces the backward, and so under autocast, if that is on."""
+
+    def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.stack(tensors(function(x, w))).sum(0)
+
+    case = Case(lambda x, w: torch.stack(one_by_one(x, w)).sum(0))
+    expected = gradients_in_three_states(case, around, compiled=False)
+    assert not torch.equal(expected[1][1], expected[2][1]), "a case that shows nothing"
+    options = {"inner": "aot_eager"}
+    actual = gradients_in_three_states(
+        Case(summed), around, backend="smart_autocast", options=options
+    )
     assert_same_bits(actual, expected)
 
 
