@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._higher_order_ops.foreach_map import foreach_map
+from torch._higher_order_ops.map import map as hop_map
 
 from autocast_backend import CustomOpWarning
 from tests.support import BF16, FP16, Product, assert_same_bits, needs_torch, targets
@@ -75,6 +77,44 @@ def test_a_custom_op_is_watched_when_a_graph_first_runs(product: Any, mode: Any)
             second = compiled(x, w)
     assert [warning.category for warning in warned].count(CustomOpWarning) == 1
     assert_same_bits(second, first)
+
+
+def twice(region: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, w: region(x, w) + region(x, w)
+
+
+HIGHER_ORDER: dict[str, Callable[..., Any]] = {
+    "cond": lambda body: lambda x, w: torch.cond(x.sum() < torch.inf, body, torch.add, (x, w)),
+    "map": lambda body: lambda x, w: hop_map(body, x[None], w)[0],
+    "foreach_map": lambda body: lambda x, w: foreach_map(body, [x], [w])[0],
+    "invoke_subgraph": lambda body: twice(torch.compiler.nested_compile_region(body)),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+def test_a_custom_op_is_watched_in_bodies_of_higher_order_ops(
+    product: Any, name: str, inside: bool
+) -> None:
+    """They have no rule for the mode that watches."""
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (product(x, w) if inside else torch.mul(x, w)).sin()
+
+    call = HIGHER_ORDER[name](body)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        in_region(lambda x, w: product(call(x, w), w) if not inside else call(x, w)), **OURS
+    )
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    with pytest.warns(CustomOpWarning) as warned:
+        first = compiled(x, w)
+    assert [warning.category for warning in warned].count(CustomOpWarning) == 1
+    with warnings.catch_warnings(action="error", category=CustomOpWarning):
+        assert_same_bits(compiled(x, w), first)
+    times = 2 if name == "invoke_subgraph" else 1
+    expected = (x @ w).sin() * times if inside else (x * w).sin() * times @ w
+    torch.testing.assert_close(first, expected)
 
 
 def of_the_lower_precision(product: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

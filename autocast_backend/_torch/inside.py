@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch import nn
+from torch._higher_order_ops.base_hop import FunctionWithNoFreeVars
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,12 +35,14 @@ def opaque_ops(target: Any, device_types: Collection[str]) -> list[OpOverload]:
 
 
 class Watching(TorchDispatchMode):
-    """Tells of every op that the kernels of some ops call.
+    """Tells of every op that the kernels of some ops call, also in the bodies of higher-order ops.
 
     Args:
         ops: whose kernels.
         tell: called with one of them, an op that its kernel calls, and the tensors that gets.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -52,6 +57,10 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         values = pytree.tree_leaves((args, kwargs))
+        if isinstance(func, HigherOrderOperator):
+            bodies = map(_unwrapped, values)
+            with self._entered_by(body for body in bodies if isinstance(body, nn.Module)):
+                return func(*args, **kwargs)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if self._inside is not None:
             self._tell(self._inside, func, tensors)
@@ -65,6 +74,34 @@ class Watching(TorchDispatchMode):
                 return func._op_dk(key, *args, **kwargs)
         finally:
             self._inside = None
+
+    @contextmanager
+    def _entered_by(self, bodies: Iterable[nn.Module]) -> Iterator[None]:
+        """Have the bodies of a higher-order op enter this mode: the op itself runs outside of it,
+        as most have no rule for one."""
+
+        def enter(*_: Any) -> None:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+        def leave(*_: Any) -> None:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        hooks = []
+        for body in bodies:
+            hooks.append(body.register_forward_pre_hook(enter))
+            hooks.append(body.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _unwrapped(body: Any) -> Any:
+    """The body that some higher-order ops wrap, once for each call that got it."""
+    while isinstance(body, FunctionWithNoFreeVars):
+        body = body.fn
+    return body
 
 
 def _key_of_kernel(op: OpOverload, tensors: list[torch.Tensor]) -> Any | None:
