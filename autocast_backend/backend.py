@@ -30,21 +30,14 @@ from ._torch.kernels import kernels_opened
 from .backward.nested import is_nested_region
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
-from .graphs import is_recorded
+from .graphs import is_recorded, nodes_of
 from .lowering.lower import Context, lower
 from .lowering.propagate import propagate
 from .lowering.separate import separate_bodies
 from .lowering.standalone import copy_graph
 from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
-from .regions import (
-    RegionError,
-    dtypes_taken_over,
-    hops_to_regions,
-    nodes_of,
-    source_line,
-    state_changes,
-)
+from .regions import RegionError, dtypes_taken_over, hops_to_regions, source_line, state_changes
 from .state import (
     AutocastState,
     contexts_entered,

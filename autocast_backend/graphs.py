@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ def check_graph_module(graph_module: object) -> None:
             "graph_module: expected a torch.fx.GraphModule, such as Dynamo gives a backend; "
             f"got {type(graph_module).__name__}"
         )
+
+
+def nodes_of(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph and of the bodies in it."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:

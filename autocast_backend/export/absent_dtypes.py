@@ -9,8 +9,7 @@ from torch import fx
 
 from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
 from .._torch.ops import arguments_of
-from ..graphs import recompile
-from ..regions import nodes_of
+from ..graphs import nodes_of, recompile
 
 _DTYPE_OF = torch.ops.smart_autocast.full_precision_dtype.default
 _FULL = torch.ops.smart_autocast.autocast_to_full_precision.default

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from ..regions import nodes_of
+from ..graphs import nodes_of
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 _DTYPE = 3  # positional arguments: tensor, size, stride, dtype

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .._torch.autocast import enter_autocast
 from .._torch.fake_tensors import fake_mode_of
-from ..regions import nodes_of
+from ..graphs import nodes_of
 
 
 @contextlib.contextmanager

@@ -11,11 +11,12 @@ from torch.export import ExportedProgram
 
 from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.export import erase_tracepoints, with_graph
+from ..graphs import nodes_of
 from ..lowering.lower import Context
 from ..lowering.standalone import lower_flat
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
-from ..regions import RegionError, hops_to_regions, nodes_of, regions_to_hops
+from ..regions import RegionError, hops_to_regions, regions_to_hops
 from ..reports.report import Report
 from ..state import AutocastState
 from .absent_dtypes import without_absent_dtypes

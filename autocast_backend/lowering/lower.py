@@ -29,9 +29,9 @@ from torch import fx
 from .._torch.dynamo import is_numpy_call
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.kernels import kernels_opened
-from ..graphs import recompile
+from ..graphs import nodes_of, recompile
 from ..policies.overrides import Overrides
-from ..regions import AMBIENT, Placement, is_region_node, nodes_of
+from ..regions import AMBIENT, Placement, is_region_node
 from ..reports.report import Report
 from ..state import AutocastState
 from .other_dtypes import judge_other_dtypes

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from .._torch.autocast import wrap_with_autocast
-from ..graphs import check_graph_module
+from ..graphs import check_graph_module, nodes_of
 from ..graphs import copy_graph as copy_graph
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
-from ..regions import hops_to_regions, nodes_of, regions_to_hops
+from ..regions import hops_to_regions, regions_to_hops
 from ..state import AutocastState
 from .lower import Context, lower
 from .propagate import propagate

@@ -7,7 +7,7 @@ made of, `torch.set_autocast_enabled` and others, change the state for what foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from .._torch.autocast import enter_autocast, exit_autocast
 from .._torch.dynamo import is_numpy_call
+from ..graphs import nodes_of
 from ..state import AutocastState
 
 
@@ -186,10 +187,3 @@ def where(node: fx.Node) -> str:
         if line := source_line(near):
             return f"node {node.name} (near {near.name}, {line})"
     return f"node {node.name}"
-
-
-def nodes_of(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph and of the bodies in it."""
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes

@@ -12,10 +12,9 @@ from torch import fx
 from autocast_backend._torch.autocast import disable_autocast, enter_autocast
 from autocast_backend._torch.dynamo import lookup_backend
 from autocast_backend.backend import smart_autocast
-from autocast_backend.graphs import copy_graph
+from autocast_backend.graphs import copy_graph, nodes_of
 from autocast_backend.lowering.lower import Context
 from autocast_backend.lowering.propagate import propagate
-from autocast_backend.regions import nodes_of
 from autocast_backend.state import AutocastState
 
 Graph = fx.GraphModule

@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autocast_backend.export
 from autocast_backend._torch.autocast import enter_autocast, wrap_with_autocast
-from autocast_backend.regions import hops_to_regions, nodes_of, regions_to_hops
+from autocast_backend.graphs import nodes_of
+from autocast_backend.regions import hops_to_regions, regions_to_hops
 from tests.export.support import dtypes, save_and_load
 from tests.support import assert_same_bits, targets
 

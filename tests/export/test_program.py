@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autocast_backend.export
 from autocast_backend import lower_autocast
 from autocast_backend._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
-from autocast_backend.regions import RegionError, hops_to_regions, nodes_of
+from autocast_backend.graphs import nodes_of
+from autocast_backend.regions import RegionError, hops_to_regions
 from tests.export.support import Region, cuda_dtypes, dtypes, export, save_and_load
 from tests.support import BF16, assert_same_bits, targets
 

@@ -15,8 +15,8 @@ from torch import fx
 
 import autocast_backend.export
 from autocast_backend._torch.autocast import wrap_with_autocast
+from autocast_backend.graphs import nodes_of
 from autocast_backend.ops import KERNEL_TIER
-from autocast_backend.regions import nodes_of
 from tests.export.models import CASES, Case
 from tests.export.run_programs import run, run_for_all_dtypes
 from tests.support import assert_same_bits
