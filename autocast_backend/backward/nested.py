@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from .._torch.dynamo import is_higher_order_op
-from ..graphs import same_inputs
+from ..graphs import nodes_of, same_inputs
 from .differences import attribute
 
 FIRST_OPERAND = {"invoke_subgraph": 2, "foreach_map": 1, "invoke_quant_packed": 1}
@@ -40,8 +40,8 @@ def is_written_out(node: fx.Node) -> bool:
 
 
 def has_nested(module: fx.GraphModule) -> bool:
-    """Whether a graph has such calls."""
-    return any(is_written_out(node) for node in module.graph.nodes)
+    """Whether a graph, or a body in it, has such calls."""
+    return any(map(is_written_out, nodes_of(module)))
 
 
 class WrittenOut(NamedTuple):
@@ -57,7 +57,8 @@ class WrittenOut(NamedTuple):
 
 
 def write_out(module: fx.GraphModule) -> WrittenOut:
-    """Write the bodies of such calls into the graph; `module` itself if it has none."""
+    """Write the bodies of such calls into the graph, and into other bodies in it; `module` itself
+    if it has none."""
     if not has_nested(module):
         return WrittenOut(module, {node.name: node for node in module.graph.nodes})
     graph = fx.Graph()
@@ -75,6 +76,8 @@ def write_out(module: fx.GraphModule) -> WrittenOut:
                 if all(map(is_written_out, node.users)):
                     values[node] = value  # a body
                     continue
+                if isinstance(value, fx.GraphModule):
+                    value = write_out(value).module
                 name = str(node.target) if source is module else f"written_out_{len(attributes)}"
                 attributes[name] = value
                 values[node] = graph.create_node("get_attr", name)

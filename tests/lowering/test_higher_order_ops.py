@@ -540,7 +540,14 @@ def with_dropout(mark: Any) -> Any:
     return lambda x, w: region(region(x, w), w)
 
 
-@pytest.mark.parametrize("make", [in_two_states, with_dropout])
+def in_a_checkpoint(mark: Any) -> Any:
+    region = mark(part)
+    return lambda x, w: checkpoint(
+        lambda x: region(x, w) + region(x.cos(), w), x, use_reentrant=False
+    )
+
+
+@pytest.mark.parametrize("make", [in_two_states, with_dropout, in_a_checkpoint])
 @pytest.mark.parametrize("inner", ["aot_eager", "aot_eager_default_partitioner"])
 def test_the_backward_of_nested_regions_follows_autocast(make: Any, inner: str) -> None:
     """They are partitioned by themselves; a variant has them written out."""
