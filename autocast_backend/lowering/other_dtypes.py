@@ -36,14 +36,19 @@ def judge_other_dtypes(candidates: list[Candidate], fake_mode: Any) -> None:
     autocast makes for another dtype hold for all."""
     known: dict[str, _Answer] = {}
     for c in candidates:
-        if c.in_transform:
-            c.refused = "a torch.func transform is proved for the dtypes it was traced with alone"
         if c.refused is not None or c.overridden:
             continue
-        key = key_of(c.node, c.recipe, c.placement.state, c.grad, strict=True)
-        if key not in known:
-            known[key] = _settle(c, fake_mode)
-        c.refused, c.recipe = known[key]
+        if c.in_transform:
+            c.refused = "a torch.func transform is proved for the dtypes it was traced with alone"
+        else:
+            key = key_of(c.node, c.recipe, c.placement.state, c.grad, strict=True)
+            if key not in known:
+                known[key] = _settle(c, fake_mode)
+            c.refused, c.recipe = known[key]
+        if c.refused is not None:
+            # Nobody has asked whether the call may get casts where it stays under autocast: it may
+            # read the weight as it is, too.
+            c.shared = ()
 
 
 def _settle(c: Candidate, fake_mode: Any) -> _Answer:

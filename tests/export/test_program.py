@@ -248,6 +248,27 @@ def test_what_holds_for_one_dtype_only_stays_under_autocast() -> None:
     ] == [("cpu", torch.float16, True)]
 
 
+def test_a_weight_that_a_transform_reads_as_it_is_too() -> None:
+    """The transform stays under autocast, and with it what its calls read: the weight, not the cast
+    that one of them would make."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(
+                torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(lambda v: (v @ self.weight).float() + self.weight.to(v.dtype))(x)
+
+    x = X.expand(2, 4, 8)[:, :, None, :] * torch.ones(8, 1)
+    with torch.autocast(**BF16):
+        expected = Model()(x)
+    lowered = lower(torch.export.export(Model(), (x,)), ambient=BF16)
+    assert_same_bits(module(lowered)(x), expected)
+
+
 def test_casts_of_the_user_stay() -> None:
     def function(region: Region, x: Tensor, y: Tensor) -> Any:
         with region():
