@@ -23,10 +23,11 @@ from torch import fx
 
 from .._torch.dynamo import is_higher_order_op
 from ..graphs import nodes_of, same_inputs
+from ..lowering.bodies import IN_PLACE
 from .differences import attribute
 
-FIRST_OPERAND = {"invoke_subgraph": 2, "foreach_map": 1, "invoke_quant_packed": 1}
-"""The ops that are written out: which argument is the first that their body gets."""
+WRITTEN_OUT = ("invoke_subgraph", "foreach_map", "invoke_quant_packed")
+"""The ops whose bodies are."""
 
 
 def is_nested_region(node: fx.Node) -> bool:
@@ -36,7 +37,7 @@ def is_nested_region(node: fx.Node) -> bool:
 
 def is_written_out(node: fx.Node) -> bool:
     """Whether a node calls a body that is written out."""
-    return is_higher_order_op(node.target) and str(node.target) in FIRST_OPERAND
+    return is_higher_order_op(node.target) and str(node.target) in WRITTEN_OUT
 
 
 def has_nested(module: fx.GraphModule) -> bool:
@@ -83,8 +84,9 @@ def write_out(module: fx.GraphModule) -> WrittenOut:
                 values[node] = graph.create_node("get_attr", name)
                 values[node].meta = dict(node.meta)
             elif is_written_out(node):
-                body, *others = fx.map_arg(node.args, values.__getitem__)
-                operands = others[FIRST_OPERAND[str(node.target)] - 1 :]
+                arguments = fx.map_arg(node.args, values.__getitem__)
+                call = IN_PLACE[str(node.target)]
+                body, operands = arguments[call.body], arguments[call.first_operand :]
                 inputs = zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
                 values[node] = copy(body, dict(inputs), node.meta.get("partitioner_tag"))
             elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple | list):
