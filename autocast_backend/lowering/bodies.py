@@ -20,18 +20,18 @@ class InPlace:
         first_operand: which argument of the op is the body's first input.
         records_grad: whether autograd records inside, if it does around; None: whatever is around,
             the op's first argument decides.
-        result: the op's value, from what the body returns.
         takes_more: whether the body may be given another operand.
         body: which argument of the op is the body.
         again: whether several nodes may call one body.
+        result: the op's value, from what the body returns.
     """
 
     first_operand: int
     records_grad: bool | None
-    result: Callable[[Any], Any]
     takes_more: bool = False
     body: int = 0
     again: bool = False
+    result: Callable[[Any], Any] = lambda returned: returned
 
     def grad_mode(self, node: fx.Node, around: bool) -> bool:
         """Whether autograd records in the body that `node` calls."""
@@ -44,21 +44,21 @@ class InPlace:
 
 
 IN_PLACE = {
-    "tag_activation_checkpoint": InPlace(1, True, lambda returned: returned, takes_more=True),
+    "tag_activation_checkpoint": InPlace(1, True, takes_more=True),
     # (forward body, backward body, *operands). The forward body returns (outputs, saved tensors)
     # and runs as `torch.autograd.Function.forward` does. The backward body is left alone: it runs
     # later, under the state of the backward pass.
-    "autograd_function_apply": InPlace(2, False, lambda returned: returned[0]),
+    "autograd_function_apply": InPlace(2, False, result=lambda returned: returned[0]),
     # (body, name, *operands): `torch.compiler.nested_compile_region`, called as often as the code
     # calls it.
-    "invoke_subgraph": InPlace(2, True, lambda returned: returned, takes_more=True, again=True),
+    "invoke_subgraph": InPlace(2, True, takes_more=True, again=True),
     # (grad mode, body, *operands): how `torch.export` writes `torch.no_grad()`.
-    "wrap_with_set_grad_enabled": InPlace(2, None, lambda returned: returned, body=1),
+    "wrap_with_set_grad_enabled": InPlace(2, None, body=1),
     # (body, *operands). The gradients of the first two are those of the body, traced once more:
     # without autocast, had it no casts of its own.
-    "foreach_map": InPlace(1, True, lambda returned: returned, takes_more=True),
-    "invoke_quant_packed": InPlace(1, True, lambda returned: returned, takes_more=True),
-    "wrap": InPlace(1, True, lambda returned: returned, takes_more=True),
+    "foreach_map": InPlace(1, True, takes_more=True),
+    "invoke_quant_packed": InPlace(1, True, takes_more=True),
+    "wrap": InPlace(1, True, takes_more=True),
 }
 
 
