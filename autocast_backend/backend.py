@@ -27,7 +27,7 @@ from ._torch.dynamo import (
 )
 from ._torch.fake_tensors import fake_inputs
 from ._torch.kernels import kernels_opened
-from .backward.nested import is_nested_region
+from .backward.nested import is_nested_region, write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
 from .graphs import is_recorded, nodes_of
@@ -113,7 +113,8 @@ def _compile(
         ambient=now.inside(parsed.autocast),
         validate=parsed.validate,
         overrides=bind(parsed.policies, graph_module),
-        may_stay_eager=not parsed.autocast and not parsed.policies,
+        may_stay_eager=not (parsed.autocast or parsed.policies)
+        and parsed.backward_pass_autocast == "auto",
     )
     report = context.report
     with timed("lower"):
@@ -219,7 +220,8 @@ def _inner(options: Options) -> Callable[..., Any]:
 
 
 def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[..., Any]:
-    """Run a graph as Dynamo captured it, under the autocast state that Dynamo guards on."""
+    """Run a graph as Dynamo captured it, under the autocast state that Dynamo guards on. Bodies that
+    run in place are written out: PyTorch would compute their gradients without the casts."""
     nodes = {n.name: n for n in nodes_of(graph_module)}
     call = nodes[context.report.keepers[0]]
     log.warning(
@@ -232,7 +234,8 @@ def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[...,
     counters()["smart_autocast"]["left_eager"] += 1
     for listener in listeners:
         listener(graph_module, context)
-    return _putting_right_after_errors(graph_module.forward, context.ambient)
+    written = write_out(graph_module).module
+    return _putting_right_after_errors(written.forward, context.ambient)
 
 
 def _with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:

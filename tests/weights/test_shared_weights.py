@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch._higher_order_ops import invoke_quant_packed
+from torch._higher_order_ops.foreach_map import foreach_map
 from torch.func import grad, vmap
 
 from autocast_backend import explain, lower_autocast
-from tests.support import BF16, assert_same_bits, capture, targets, tensors
+from tests.support import BF16, FP16, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
 AOT_EAGER = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
@@ -255,6 +257,74 @@ def test_what_cannot_share_a_cast_is_not_compiled(
     assert "allow_in_graph hides" in caplog.text
     assert_same_bits(results(function, cache_enabled=False, **AOT_EAGER), expected[False])
     assert counters["smart_autocast"]["left_eager"] == 1  # no cast to share: compiled
+
+
+@pytest.mark.parametrize("backward", [None, BF16, FP16])
+@pytest.mark.parametrize("op", ["foreach_map", "invoke_quant", "nested_compile_region"])
+def test_bodies_of_a_graph_that_is_not_compiled(
+    op: str, backward: dict[str, Any] | None
+) -> None:
+    """PyTorch runs these ops in eager mode with gradients of a forward without autocast, and cannot
+    run a region twice."""
+
+    def part(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return (v @ u).sin()
+
+    marked = torch.compiler.nested_compile_region(part)
+
+    def parts(x: torch.Tensor, w: torch.Tensor) -> Any:
+        if op == "foreach_map":
+            return foreach_map(part, [x, x.cos()], [w, w])
+        if op == "invoke_quant":
+            return invoke_quant_packed(lambda v, u: (part(v, u),), x, w)
+        return marked(x, w), marked(x.cos(), w)
+
+    def plain(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return (part(x, w),) if op == "invoke_quant" else (part(x, w), part(x.cos(), w))
+
+    def gradients(function: Function, **arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(8, 8, generator=generator) * 0.3 for _ in range(2))
+        compiled = torch.compile(lambda x, w: [*a_late_cast(x, w), *function(x, w)], **arguments)
+        with torch.autocast(**BF16):
+            outputs = compiled(x.requires_grad_(), w.requires_grad_())
+        loss = torch.stack([t.float().square().mean() for t in outputs[1:]]).sum()
+        with torch.autocast(**(backward or BF16), enabled=backward is not None):
+            return [*outputs, *torch.autograd.grad(loss, (x, w))]
+
+    expected = gradients(plain, backend="eager")
+    counters.clear()
+    actual = gradients(parts, **AOT_EAGER)
+    assert counters["smart_autocast"]["left_eager"] == 1
+    assert_same_bits(actual, expected)
+
+
+def test_a_given_backward_state_is_compiled() -> None:
+    """The graph would run as in eager mode, whose backward has the state that it finds."""
+
+    def gradient(backward: dict[str, Any] | None, **arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(8, 8, generator=generator) for _ in range(2))
+        compiled = torch.compile(a_late_cast, **arguments)
+        with torch.autocast(**BF16):
+            outputs = compiled(x, w.requires_grad_())
+        loss = torch.stack([t.float().square().mean() for t in outputs]).sum()
+        with torch.autocast(**(backward or FP16), enabled=backward is not None):
+            return torch.autograd.grad(loss, w)[0]
+
+    options = {
+        "inner": "aot_eager",
+        "backward_pass_autocast": "same_as_forward",
+        "on_backward_autocast_mismatch": "do_nothing",
+    }
+    ours = [
+        gradient(backward, backend="smart_autocast", options=options) for backward in (BF16, FP16)
+    ]
+    eagers = [gradient(backward, backend="eager") for backward in (BF16, FP16)]
+    assert not torch.equal(*eagers), "a case that shows nothing"
+    assert_same_bits(*ours)
 
 
 def test_explain_says_what_is_not_compiled() -> None:
