@@ -220,8 +220,8 @@ def _inner(options: Options) -> Callable[..., Any]:
 
 
 def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[..., Any]:
-    """Run a graph as Dynamo captured it, under the autocast state that Dynamo guards on. Bodies that
-    run in place are written out: PyTorch would compute their gradients without the casts."""
+    """Run a graph as Dynamo captured it, under the autocast state that Dynamo guards on. Bodies are
+    written out whose gradients PyTorch would compute without the casts."""
     nodes = {n.name: n for n in nodes_of(graph_module)}
     call = nodes[context.report.keepers[0]]
     log.warning(

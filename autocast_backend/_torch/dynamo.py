@@ -218,6 +218,12 @@ def is_functorch_transform(target: Any) -> int:
     return -1 if name.endswith("_decrement_nesting") else 0
 
 
+def is_gradient_transform(target: Any) -> bool:
+    """Whether a graph node enters `torch.func.grad`, `jvp` or another transform than `vmap`: all
+    that a call gives inside is a wrapper, whatever the call takes."""
+    return is_functorch_transform(target) == 1 and "vmap" not in getattr(target, "__name__", "")
+
+
 @contextlib.contextmanager
 def functorch_levels_restored() -> Iterator[None]:
     """Leave no `torch.func` transform open when a graph that enters one raises before it leaves."""

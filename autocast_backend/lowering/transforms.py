@@ -6,12 +6,14 @@
 Between the two ends, example values are wrappers of a transform level that no longer exists, so no
 call can be asked about alone. The whole span is asked about instead, run from its inputs: as it is
 under autocast, and with autocast off and the casts of the policy table in it. Casts of weights,
-which other calls read too, stand before the span.
+which other calls read too, stand where eager autocast makes them: autograd adds gradients up in the
+order of the calls. But what a gradient's level gives is a wrapper, of no use after it, so in a span
+with such a level they stand before the span.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import fx
 from .._torch.dynamo import (
     functorch_levels_restored,
     is_functorch_transform,
+    is_gradient_transform,
     is_higher_order_op,
 )
 from ..policies.table import Policy
@@ -43,13 +46,15 @@ def judge_transforms(candidates: list[Candidate], fake_mode: Any) -> None:
         reason = _why_not(span)
         found: dict[fx.Node, Recipe] = {}
         given: Given | None = {}
+        wrapping = any(is_gradient_transform(c.node.target) for c in span)
         if reason is None:
             reason, given = _judge(span, fake_mode, found)
         for c in span:
             c.keeps = given is None and c.grad
             c.refused = reason and f"{c.refused}: {reason}"
             c.recipe = None if reason else found.get(c.node)
-            c.shared, c.shared_before = (given or {}).get(c.node, ()), span[0].node
+            c.shared = (given or {}).get(c.node, ())
+            c.shared_before = span[0].node if wrapping else c.node
 
 
 def _judge(
@@ -73,8 +78,8 @@ def _judge(
         eager = watch(here)
         if isinstance(eager, Failed):
             return difference(eager, eager, "ops"), {}
-        given = _weights_cast(span, eager) if cached else {}
         reason = difference(eager, watch(None, found=found), "ops")
+        given = _weights_cast(span, eager, found) if cached else {}
         # It stays under autocast. May it at least read the casts that other calls read?
         if reason and given and difference(eager, watch(here, given=given), "ops"):
             return reason, None
@@ -113,16 +118,24 @@ class _CachedInside(Exception):
     """`torch.func.grad` makes leaves of its own, whose casts eager autocast keeps as well."""
 
 
-def _weights_cast(span: list[Candidate], eager: Observation) -> Given:
-    """The weights that eager autocast was seen to cast, and keeps the casts of."""
+def _weights_cast(
+    span: list[Candidate], eager: Observation, found: Mapping[fx.Node, Recipe]
+) -> Given:
+    """The weights that eager autocast was seen to cast, and keeps the casts of. Calls without a
+    rule are taken to cast a weight only where none with a rule does."""
     inside = {c.node for c in span}
-    given: Given = {}
+    readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for c in span:
         for i, n in enumerate(recipes.tensor_arguments(c.node)):
             value: Any = n.meta.get("example_value")
             dtype = eager.cast_to.get(id(value))
             if n not in inside and dtype not in (None, torch.float32) and is_weight(value):
-                given[c.node] = (*given.get(c.node, ()), i)
+                readers.setdefault(n, []).append((c.node, i))
+    given: Given = {}
+    for calls in readers.values():
+        by_rule = [(n, i) for n, i in calls if n in found and i in dict(found[n].casts)]
+        for node, i in by_rule or calls:
+            given[node] = (*given.get(node, ()), i)
     return given
 
 

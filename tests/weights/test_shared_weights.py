@@ -132,29 +132,56 @@ def a_span_that_writes_to_its_argument(x: torch.Tensor, w: torch.Tensor) -> torc
     return vmap(lambda v: (v.mul_(2) @ w).sin())(z) * (z @ w)
 
 
+def two_spans_with_views(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    f = vmap(lambda v: (w[0] * v).sin() + (v @ w))
+    return f(x) + f(x.cos())
+
+
+def two_bracketed_spans_with_views(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What `vmap` makes of `addmm` scales the vector as it is."""
+    f = vmap(lambda v: torch.addmm(w[0], v.expand(8, 8), w).sum(0))
+    return f(x) + f(x.cos())
+
+
+def a_gradient_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return vmap(lambda v: (v @ w) * grad(lambda u: u.sin().sum())(v))(x) + x.sin() @ w
+
+
 @pytest.mark.parametrize(
     ("function", "bracketed"),
     [
         (two_spans, 0),
+        (two_spans_with_views, 0),
+        (two_bracketed_spans_with_views, 16),
         (a_span_and_a_call, 0),
         (a_span_that_writes_and_a_call, 0),
         (a_span_that_writes_to_its_argument, 0),
         (a_bracketed_span_and_a_call, 9),
+        (a_gradient_and_a_call, 0),
     ],
 )
 def test_spans_of_vmap(function: Function, bracketed: int) -> None:
     check(function, bracketed)
 
 
-@pytest.mark.parametrize("function", [two_spans, a_span_and_a_call])
-def test_the_cast_of_a_span_stands_before_it(function: Function) -> None:
+@pytest.mark.parametrize(
+    ("function", "opening", "before"),
+    [
+        (two_spans, "_vmap_increment_nesting", False),
+        (a_span_and_a_call, "_vmap_increment_nesting", False),
+        (a_gradient_and_a_call, "_vmap_increment_nesting", True),
+    ],
+)
+def test_where_the_cast_of_a_span_stands(function: Function, opening: str, before: bool) -> None:
+    """Where eager autocast makes it, but before a level that gives wrappers."""
+
     def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):
             return function(x, w)
 
     graph = capture(region, torch.randn(8, 8), torch.randn(8, 8).requires_grad_())
     calls = targets(lower_autocast(graph))
-    assert calls.index("autocast_to_bf16.default") < calls.index("_vmap_increment_nesting")
+    assert (calls.index("autocast_to_bf16.default") < calls.index(opening)) == before
     assert calls.count("autocast_to_bf16.default") == 3  # of the weight, and of x in both calls
 
 
@@ -261,9 +288,7 @@ def test_what_cannot_share_a_cast_is_not_compiled(
 
 @pytest.mark.parametrize("backward", [None, BF16, FP16])
 @pytest.mark.parametrize("op", ["foreach_map", "invoke_quant", "nested_compile_region"])
-def test_bodies_of_a_graph_that_is_not_compiled(
-    op: str, backward: dict[str, Any] | None
-) -> None:
+def test_bodies_of_a_graph_that_is_not_compiled(op: str, backward: dict[str, Any] | None) -> None:
     """PyTorch runs these ops in eager mode with gradients of a forward without autocast, and cannot
     run a region twice."""
 
