@@ -23,6 +23,7 @@ class InPlace:
         takes_more: whether the body may be given another operand.
         body: which argument of the op is the body.
         again: whether several nodes may call one body.
+        retraced: whether PyTorch traces its backward from the body, run anew on leaves of its own.
         result: the op's value, from what the body returns.
     """
 
@@ -31,6 +32,7 @@ class InPlace:
     takes_more: bool = False
     body: int = 0
     again: bool = False
+    retraced: bool = False
     result: Callable[[Any], Any] = lambda returned: returned
 
     def grad_mode(self, node: fx.Node, around: bool) -> bool:
@@ -56,8 +58,8 @@ IN_PLACE = {
     "wrap_with_set_grad_enabled": InPlace(2, None, body=1),
     # (body, *operands). The gradients of the first two are those of the body, traced once more:
     # without autocast, had it no casts of its own.
-    "foreach_map": InPlace(1, True, takes_more=True),
-    "invoke_quant_packed": InPlace(1, True, takes_more=True),
+    "foreach_map": InPlace(1, True, takes_more=True, retraced=True),
+    "invoke_quant_packed": InPlace(1, True, takes_more=True, retraced=True),
     "wrap": InPlace(1, True, takes_more=True),
 }
 

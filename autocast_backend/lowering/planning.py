@@ -58,9 +58,14 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """One graph - the outermost one or the body of a higher-order op - and its candidates."""
+    """One graph - the outermost one or the body of a higher-order op - and its candidates.
+
+    Attributes:
+        retraced: whether PyTorch runs it several times on the same leaves while it is compiled.
+    """
 
     module: fx.GraphModule
+    retraced: bool = False
     candidates: list[Candidate] = field(default_factory=list)
     regions: list[fx.Node] = field(default_factory=list)
 
@@ -85,6 +90,7 @@ def plan_graph(
     outside: Placement,
     grad: bool,
     overridden: Mapping[fx.Node, Overridden],
+    retraced: bool = False,
 ) -> Iterator[Plan]:
     """The plan of a graph that stands at `outside`, then those of the bodies it runs in place.
 
@@ -92,12 +98,12 @@ def plan_graph(
         RegionError: enter and exit nodes that do not pair up.
     """
     placements = find_regions(module.graph, outside)
-    plan = Plan(module)
+    plan = Plan(module, retraced)
     bodies = Bodies(module)
     alike = _called_alike(module, bodies, placements, grad)
     transforms = 0  # how many torch.func transforms are open
     mode = GradMode(grad)
-    inner: list[tuple[fx.GraphModule, Placement, bool]] = []
+    inner: list[tuple[fx.GraphModule, Placement, bool, bool]] = []
     for position, node in enumerate(n for n in module.graph.nodes if n.op != "get_attr"):
         if is_region_node(node):
             plan.regions.append(node)
@@ -110,11 +116,12 @@ def plan_graph(
         candidate = Candidate(node, position, placements[node], mode.grad)
         body = bodies.of(node) if is_higher_order_op(node.target) else None
         if body is not None and body.module in alike:
-            found = (body.module, placements[node], body.call.grad_mode(node, mode.grad))
+            body_grad = body.call.grad_mode(node, mode.grad)
+            found = (body.module, placements[node], body_grad, retraced or body.call.retraced)
             inner += [] if found in inner else [found]
             continue
         if not (inside or transforms) and (apart := bodies.apart(node, mode.grad)):
-            inner += [(found, placements[node], False) for found in apart]
+            inner += [(found, placements[node], False, retraced) for found in apart]
             continue
         candidate.in_transform = bool(inside or transforms)
         candidate.refused = refusal(node, candidate.in_transform)
@@ -128,8 +135,8 @@ def plan_graph(
                 candidate.recipe = recipes.build(node, candidate.placement.state)
             plan.candidates.append(candidate)
     yield plan
-    for body_module, placement, body_grad in inner:
-        yield from plan_graph(body_module, placement, body_grad, overridden)
+    for body_module, placement, body_grad, traced in inner:
+        yield from plan_graph(body_module, placement, body_grad, overridden, traced)
 
 
 def _called_alike(

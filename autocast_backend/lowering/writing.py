@@ -200,7 +200,8 @@ class Writer:
     def _bracket(self, run: list[Candidate]) -> None:
         # AOTAutograd traces with the weight cache off; but a call may cast a leaf of its own twice,
         # of `torch.func.grad` for one. What the cache keeps is freed with the outermost context:
-        # tensors of the trace, which nothing else will ask for.
+        # tensors of the trace, which nothing else will ask for. But where one leaf is traced twice,
+        # the second trace would find those of the first.
         state = run[0].placement.state
         cache = state.cache_enabled
         contexts = [(d.device_type, d.dtype, True, cache) for d in state.enabled_devices]
@@ -217,6 +218,9 @@ class Writer:
         for enter in reversed(entered):
             with self.graph.inserting_after(at):
                 at = self.graph.call_function(exit_autocast, (enter,))
+        if self.plan.retraced and cache:
+            with self.graph.inserting_after(at):
+                self.graph.call_function(torch.clear_autocast_cache)
 
 
 def _drop_operand(calls: Iterable[fx.Node], body: fx.Graph, operand: fx.Node) -> None:

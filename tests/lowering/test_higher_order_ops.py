@@ -345,6 +345,37 @@ def test_gradients_of_a_body_whose_backward_has_its_forward(
     assert_same_bits(actual, expected)
 
 
+@torch._dynamo.allow_in_graph
+def hidden(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x + F.mse_loss(x @ w, x)
+
+
+def each(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return foreach_map(hidden, foreach_map(hidden, [x], [w]), [w])[0]
+
+
+def quantized_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = invoke_quant_packed(lambda v, u: (hidden(v, u),), x, w)[0]
+    return invoke_quant_packed(lambda v, u: (hidden(v, u),), y, w)[0]
+
+
+@pytest.mark.parametrize("function", [each, quantized_twice])
+@pytest.mark.parametrize("way", ["region", "ambient"])
+def test_a_bracket_in_a_body_that_is_traced_twice(function: Function, way: str) -> None:
+    """PyTorch runs such a body on leaves of its own, before it traces it with its backward. Were
+    the casts of the first run in autocast's cache, they would stand in the trace as constants."""
+
+    def called(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return hidden(hidden(x, w), w)
+
+    expected = results(called, Case(called), way, backend="eager")
+    counters.clear()
+    options = {"inner": "aot_eager"}
+    actual = results(function, Case(function), way, backend="smart_autocast", options=options)
+    assert counters["smart_autocast"]["bracketed"] > 0
+    assert_same_bits(actual, expected)
+
+
 def before_a_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return branches(x, w) + x @ w
 
