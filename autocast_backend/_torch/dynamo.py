@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch._functorch.eager_transforms import _autograd_grad
 from torch._ops import HigherOrderOperator
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
@@ -222,6 +223,12 @@ def is_gradient_transform(target: Any) -> bool:
     """Whether a graph node enters `torch.func.grad`, `jvp` or another transform than `vmap`: all
     that a call gives inside is a wrapper, whatever the call takes."""
     return is_functorch_transform(target) == 1 and "vmap" not in getattr(target, "__name__", "")
+
+
+def runs_backward(target: Any) -> bool:
+    """Whether a graph node runs the backward of calls before it: `torch.autograd.grad`, as which
+    Dynamo traces `backward()`, too; or the function that `torch.func.vjp` returns."""
+    return target is torch.autograd.grad or target is _autograd_grad
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.dynamo import GradMode, is_functorch_transform, is_higher_order_op
+from .._torch.dynamo import GradMode, is_functorch_transform, is_higher_order_op, runs_backward
 from ..regions import Placement, find_regions, is_region_node
 from ..state import AutocastState
 from . import recipes
@@ -172,7 +172,7 @@ def refusal(node: fx.Node, inside_transform: bool) -> str | None:
         return f"the higher-order op {node.target} is not lowered yet"
     if node.op == "call_module":
         return "a call of a submodule is not looked into"
-    if node.target is torch.autograd.grad:  # `backward()`, too, is traced as this
+    if runs_backward(node.target):
         return "it runs the backward of calls before it"
     return "it stands inside a torch.func transform" if inside_transform else None
 

@@ -33,6 +33,7 @@ from .._torch.dynamo import (
     is_static_input,
     keep_static_inputs,
     pass_through_error,
+    runs_backward,
 )
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.fsdp import is_managed_by_fsdp
@@ -274,7 +275,7 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
     others = [reader for reader in _readers(node) if reader not in casts]
     if not others:
         return None
-    if any(reader.target is torch.autograd.grad for reader in others):
+    if any(runs_backward(reader.target) for reader in others):
         return "the graph computes gradients with respect to it"
     recorded = any(cast.meta["example_value"].requires_grad for cast in casts)
     if any(_hands_on(r, weight) or (recorded and _terms(r, weight) > 1) for r in others):

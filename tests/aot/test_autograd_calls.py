@@ -155,6 +155,20 @@ def products_of_elements(x: torch.Tensor, w: torch.Tensor) -> Gradients:
     return list(torch.autograd.grad(product.sum(), [x, w], retain_graph=True))
 
 
+def pullback_of_island(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    output, pullback = torch.func.vjp(island, x, w)
+    return [gradient.detach() for gradient in pullback(torch.ones_like(output))]
+
+
+def pullback_of_products(x: torch.Tensor, w: torch.Tensor) -> Gradients:
+    def products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x.cos() * w.sin()
+
+    output, pullback = torch.func.vjp(products, x, w)
+    return [gradient.detach() for gradient in pullback(torch.ones_like(output))]
+
+
 def inside_the_graph(function: Any, way: str, **arguments: Any) -> Gradients:
     """What a function that calls autograd itself returns, and leaves in `grad`, in two calls."""
     torch._dynamo.reset()
@@ -178,13 +192,19 @@ def test_calls_of_autograd_inside_the_graph(function: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("validate", ["strict", "dtype", "off"])
-def test_what_a_backward_inside_the_graph_does_hangs_on_the_calls_before_it(validate: str) -> None:
+@pytest.mark.parametrize(
+    ("products", "alone"),
+    [(products_of_elements, island_alone), (pullback_of_products, pullback_of_island)],
+)
+def test_what_a_backward_inside_the_graph_does_hangs_on_the_calls_before_it(
+    products: Any, alone: Any, validate: str
+) -> None:
     """A verdict on the first call must not be that on the second, equal one."""
     backend = {**AOT_EAGER, "options": {"inner": "aot_eager", "validate": validate}}
-    for function in (products_of_elements, island_alone):
+    for function in (products, alone):
         expected = inside_the_graph(function, "ambient", **ORACLE)
         assert_same_bits(inside_the_graph(function, "ambient", **backend), expected)
-    outside = inside_the_graph(island_alone, "off", **ORACLE)
+    outside = inside_the_graph(alone, "off", **ORACLE)
     assert not same_bits(outside, expected)  # the state matters
 
 
