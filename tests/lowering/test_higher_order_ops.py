@@ -220,6 +220,23 @@ def test_gradients_are_eagers_in_every_state(
         )
 
 
+def test_a_map_that_switches_autocast_off_is_not_eagers() -> None:
+    """PyTorch traces its result in bfloat16, which it is not, and the backward in float16 gets the
+    gradient rounded to that. The forward is eager's, and so is a backward in bfloat16."""
+
+    def body(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return v @ u
+
+    case = Case(lambda x, w: hop_map(body, x, w), (5, 8, 8))
+    expected = gradients_in_three_states(case, BF16, compiled=False)
+    options = {"inner": "aot_eager"}
+    actual = gradients_in_three_states(case, BF16, backend="smart_autocast", options=options)
+    assert_same_bits(actual[:2], expected[:2])
+    rounded = [not torch.equal(a, e) for a, e in zip(actual[2], expected[2], strict=True)]
+    assert all(rounded), "a map under autocast is eager's: say so in DESIGN.md"
+
+
 @pytest.mark.parametrize("name", ["cond", "map", "scan", "while_loop"])
 def test_bodies_under_the_option_autocast(name: str) -> None:
     """Nobody knows the values in its bodies: they stay in a bracket."""
