@@ -222,7 +222,7 @@ def test_gradients_are_eagers_in_every_state(
 
 def test_a_map_that_switches_autocast_off_is_not_eagers() -> None:
     """PyTorch traces its result in bfloat16, which it is not, and the backward in float16 gets the
-    gradient rounded to that. The forward is eager's, and so is a backward in bfloat16."""
+    gradient rounded to that. Other backwards are eager's."""
 
     def body(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
