@@ -34,7 +34,8 @@ class Candidate:
         shared: numbers of the arguments whose cast other calls read too.
         keeps: whether it casts weights for itself alone, where eager autocast shares these casts.
         shared_within: whether the call gets these arguments as they are, and finds their casts.
-        shared_before: the node before which such casts are made; None: before the call itself.
+        shared_before: the node before which such casts are made, with values that are known outside
+            of transforms; None: before the call itself.
         in_transform: whether it stands inside a `torch.func` transform, so that example values are
             of no use.
         overridden: whether the recipe is a user's wish, which autocast does not judge.
