@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .dynamo import compile_lock, counters, timed
 from .fake_tensors import fake_mode_of
@@ -324,6 +325,11 @@ def is_recomputed(node: fx.Node) -> bool:
     from torch._functorch.partitioners import must_recompute
 
     return bool(must_recompute(node))
+
+
+def must_save(node: fx.Node) -> None:
+    """Forbid partitioners to compute a node of the forward again in the backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ which really ran has saved.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._torch.aot import JointGraph, is_recomputed, run_and_save_rng_state
+from .._torch.aot import JointGraph, is_recomputed, must_save, run_and_save_rng_state
 from .._torch.hooks import unpacking_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of
@@ -269,8 +270,47 @@ def _in_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
+def _is_view(node: fx.Node) -> bool:
+    """Whether what a node returns, or takes out of what another one returns, shares its memory."""
+    if node.target is operator.getitem:
+        return True
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
 def _has_effect(node: fx.Node) -> bool:
     return node.op == "call_function" and node.is_impure()
+
+
+def save_what_is_overwritten(joint: fx.GraphModule) -> None:
+    """Have the partitioner save what the forward has read from an input that it writes later, or
+    what is computed from that: computed again in the backward, it would come from what was written
+    (PyTorch #197039).
+
+        c = primals_2.to(bfloat16)       a partitioner may save primals_2 and cast it again
+        y = h * c
+        -- backward --
+        gh = tangents_1 * c
+        copy_(primals_2, primals_2 / 2)  belongs to the forward, which ends with it
+
+    What a checkpoint computes again reads the written input in eager mode, too.
+    """
+    for write in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        written = write.args[0]
+        if written.op != "placeholder" or _in_backward(write):
+            continue
+        pending = list(written.users)
+        while pending:
+            node = pending.pop()
+            if node is write or node.op == "output" or _in_backward(node) or is_recomputed(node):
+                continue
+            if _is_view(node):
+                pending += node.users
+                continue
+            must_save(node)
+            if node.target is torch.ops.aten.clone.default:
+                # Inductor takes the copy away, and has the backward read what was written.
+                node.target = torch.ops.prims.clone.default
 
 
 def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None:

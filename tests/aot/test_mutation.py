@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from autocast_backend.backend import smart_autocast
 from tests.aot.harness import (
@@ -119,6 +120,21 @@ def half_without_grad(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return mixed(x, w)
 
 
+def writes_what_it_has_read(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = mixed(w, w)
+    cast, sine = x.double(), x[1:].t().sin()
+    with torch.no_grad():
+        x.mul_(2)
+    return y * cast + y[:, 1:] @ sine.t()
+
+
+def reads_what_it_has_written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = mixed(w, w)
+    with torch.no_grad():
+        x.add_(1)
+    return y * x + y * x.sin()
+
+
 CASES = {
     case.function.__name__: case
     for case in (
@@ -135,6 +151,8 @@ CASES = {
         Case(turns_it, not_leaves, fullgraph=False),
         Case(turns_and_writes, not_leaves, fullgraph=False),
         Case(half_without_grad, without_grad),
+        Case(writes_what_it_has_read, without_grad),
+        Case(reads_what_it_has_written, without_grad),
     )
 }
 
@@ -165,3 +183,50 @@ def test_metadata_of_inputs_in_a_graph(inside: bool) -> None:
     fake = [leaf.detach().clone().requires_grad_() * 1 for leaf in leaves()]
     compiled = smart_autocast(fx.symbolic_trace(stretches), fake, options={"inner": "aot_eager"})
     assert_same_bits(step(compiled), step(stretches))
+
+
+def test_what_a_checkpoint_reads_is_read_again() -> None:
+    """In eager mode its backward finds what was written meanwhile. (The oracle of the tests above
+    raises: PyTorch runs the graph's checkpoint another way.)"""
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: torch.Tensor = checkpoint(lambda w: (w @ w) * x.sin(), w, use_reentrant=False)
+        with torch.no_grad():
+            x.mul_(2)
+        return y
+
+    def gradient(function: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x, w = leaves()
+        (gradient,) = torch.autograd.grad(function(x.detach(), w).sum(), w)
+        return gradient
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(gradient(compiled), gradient(step))
+
+
+def test_a_queue_that_is_copied_and_then_written_through_inductor() -> None:
+    """The negatives of a contrastive loss: Inductor takes the copy away, so that a backward reads
+    what the step has put into the queue (stock's does, PyTorch #197039)."""
+
+    def negatives(x: torch.Tensor, w: torch.Tensor, queue: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        scores = y @ queue.clone().detach()
+        with torch.no_grad():
+            queue[:, :8] = y.t()
+        return scores
+
+    def gradients(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        generator = torch.Generator().manual_seed(0)
+        x, w, queue = (
+            torch.randn(*shape, generator=generator) for shape in ((8, 16), (16, 16), (16, 32))
+        )
+        leaves = [x.requires_grad_(), w.requires_grad_()]
+        scores = torch.compile(negatives, **compile_arguments)(*leaves, queue)
+        return [*torch.autograd.grad(scores.sin().sum(), leaves), queue]
+
+    expected = gradients(backend="eager")
+    for actual, wanted in zip(gradients(backend="smart_autocast"), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
