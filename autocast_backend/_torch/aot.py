@@ -327,6 +327,19 @@ def is_recomputed(node: fx.Node) -> bool:
     return bool(must_recompute(node))
 
 
+def written_in_forward(joint: fx.Graph) -> list[fx.Node]:
+    """The inputs of a joint graph that the forward writes to: in the graph, or, where autograd
+    records the write or the compiler wants it, after the forward graph has run."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    copies = joint.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    in_graph = [n.args[0] for n in copies if n.meta["partitioner_tag"] == "must_be_in_forward"]
+    results = joint.output_node().meta.get("desc", ())
+    later = [r.mutated_input for r in results if isinstance(r, InputMutationAOTOutput)]
+    placeholders = joint.find_nodes(op="placeholder")
+    return [p for p in placeholders if p in in_graph or p.meta.get("desc") in later]
+
+
 def must_save(node: fx.Node) -> None:
     """Forbid partitioners to compute a node of the forward again in the backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -24,7 +24,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._torch.aot import JointGraph, is_recomputed, must_save, run_and_save_rng_state
+from .._torch.aot import (
+    JointGraph,
+    is_recomputed,
+    must_save,
+    run_and_save_rng_state,
+    written_in_forward,
+)
 from .._torch.hooks import unpacking_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of
@@ -291,18 +297,15 @@ def save_what_is_overwritten(joint: fx.GraphModule) -> None:
         y = h * c
         -- backward --
         gh = tangents_1 * c
-        copy_(primals_2, primals_2 / 2)  belongs to the forward, which ends with it
+        copy_(primals_2, primals_2 / 2)  belongs to the forward, or is done after it
 
     What a checkpoint computes again reads the written input in eager mode, too.
     """
-    for write in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        written = write.args[0]
-        if written.op != "placeholder" or _in_backward(write):
-            continue
+    for written in written_in_forward(joint.graph):
         pending = list(written.users)
         while pending:
             node = pending.pop()
-            if node is write or node.op == "output" or _in_backward(node) or is_recomputed(node):
+            if node.op == "output" or _in_backward(node) or is_recomputed(node):
                 continue
             if _is_view(node):
                 pending += node.users

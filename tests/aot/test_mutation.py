@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition, nop
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend.backend import smart_autocast
@@ -183,6 +185,14 @@ def test_metadata_of_inputs_in_a_graph(inside: bool) -> None:
     fake = [leaf.detach().clone().requires_grad_() * 1 for leaf in leaves()]
     compiled = smart_autocast(fx.symbolic_trace(stretches), fake, options={"inner": "aot_eager"})
     assert_same_bits(step(compiled), step(stretches))
+
+
+def test_what_is_written_after_the_forward() -> None:
+    """Compilers that keep writes out of their graphs: the backward would find another version of
+    the input, and be refused."""
+    case = CASES["writes_what_it_has_read"]
+    inner = aot_autograd(fw_compiler=nop, partition_fn=min_cut_rematerialization_partition)
+    assert_like_the_oracle(case, "region", options={"inner": inner})
 
 
 def test_what_a_checkpoint_reads_is_read_again() -> None:
