@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -68,6 +69,35 @@ def test_calls_of_a_region_of_their_own_share_no_sum() -> None:
     lasting = ours(weight_cache="version")
     assert casts_made(lambda: found.append(gradient(**lasting))) == 1
     assert_same_bits(found, [gradient(**EAGER)])
+
+
+@LIFETIMES
+@pytest.mark.parametrize("around", [False, True], ids=["regions-alone", "inside-a-context"])
+def test_regions_of_one_graph_share_no_sum(around: bool, lifetime: str) -> None:
+    """Each is a context of its own, whose cast collects its own gradients, unless one is around
+    them all. The first call makes the casts, the second one finds them."""
+
+    def regions(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with bf16():
+            x = (x @ weight).sin() @ weight
+        x = x.float().cos()
+        for _ in range(2):
+            with bf16():
+                x = x @ weight
+        return x
+
+    def results(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        weight, x = nn.Parameter(data(8, 8)), data(3, 8)
+        compiled = torch.compile(regions, **arguments)
+        found = []
+        for _ in range(2):
+            with bf16() if around else contextlib.nullcontext():
+                y = compiled(x, weight)
+            found += [y.detach(), *torch.autograd.grad(y.float().square().sum(), weight)]
+        return found
+
+    assert_same_bits(results(**ours(weight_cache=lifetime)), results(**EAGER))
 
 
 @pytest.mark.parametrize("eager_first", [False, True])
