@@ -90,13 +90,13 @@ class GraphWeights:
                 now = Seen.of(weights, tie)  # before they are read
                 self._make(weights, grads, casts, nodes)
                 self._seen = None if captured else now._replace(changes=Shared.changes)
-            taken = []
-            for w, d, grad in zip(weights, self._dtypes, grads, strict=True):
-                cast = casts[id(w), d]
-                taken.append(traced(w, cast, d, nodes) if grad else cast.memory.cast)
-                if not self._scoped:  # the next region of the graph has a cast of its own in eager
-                    nodes.pop((id(w), d), None)
-            return taken
+            # The regions of a graph that are in no scope are scopes of their own: a node for each.
+            return [
+                traced(w, casts[id(w), d], d, nodes, shared=self._scoped)
+                if grad
+                else casts[id(w), d].memory.cast
+                for w, d, grad in zip(weights, self._dtypes, grads, strict=True)
+            ]
 
     @staticmethod
     def passed_over(count: int) -> None:
