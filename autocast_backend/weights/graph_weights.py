@@ -13,7 +13,7 @@ from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
 from .cache import Shared, stores, watch_writes
 from .cast import Cast, Key, Seen
-from .recorded import traced
+from .recorded import traced, traced_alone
 from .scope import Scope, current_scope
 
 KEPT_BYTES = 512 * 2**10
@@ -90,11 +90,10 @@ class GraphWeights:
                 now = Seen.of(weights, tie)  # before they are read
                 self._make(weights, grads, casts, nodes)
                 self._seen = None if captured else now._replace(changes=Shared.changes)
-            # The regions of a graph that are in no scope are scopes of their own: a node for each.
+            # The regions of a graph that is in no scope are scopes of their own: a node for each.
+            take = traced if self._scoped else traced_alone
             return [
-                traced(w, casts[id(w), d], d, nodes, shared=self._scoped)
-                if grad
-                else casts[id(w), d].memory.cast
+                take(w, casts[id(w), d], d, nodes) if grad else casts[id(w), d].memory.cast
                 for w, d, grad in zip(weights, self._dtypes, grads, strict=True)
             ]
 

@@ -29,19 +29,21 @@ class _Traced(torch.autograd.Function):
 
 
 def traced(
-    weight: Tensor,
-    cast: Cast,
-    dtype: torch.dtype,
-    nodes: dict[Key, tuple[Cast, Tensor]],
-    *,
-    shared: bool,
+    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]]
 ) -> Tensor:
-    """The cast with its way back to the weight: one that all who ask share, or one for each."""
-    key = id(weight), dtype
-    known = nodes.get(key) if shared else nodes.pop(key, None)
+    """The cast with its way back to the weight: the one all graphs of the scope share."""
+    known = nodes.get((id(weight), dtype))
     if known is not None and known[0] is cast:
         return known[1]
     node: Tensor = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
-    if shared:
-        nodes[key] = (cast, node)
+    nodes[id(weight), dtype] = (cast, node)
+    return node
+
+
+def traced_alone(
+    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]]
+) -> Tensor:
+    """The cast with a way back that nobody else will get."""
+    node = traced(weight, cast, dtype, nodes)
+    del nodes[id(weight), dtype]
     return node
