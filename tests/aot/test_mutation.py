@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autocast_backend.backend import smart_autocast
 from tests.aot.harness import (
+    AOT_EAGER,
+    STOCK,
     Case,
     assert_like_the_oracle,
     backward_inside,
@@ -214,6 +216,29 @@ def test_what_a_checkpoint_reads_is_read_again() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="smart_autocast", options={"inner": "aot_eager"})
     assert_same_bits(gradient(compiled), gradient(step))
+
+
+def test_known_a_write_after_a_graph_break_is_refused() -> None:
+    """In eager mode the cast is saved. The first graph does not know of the write, and PyTorch's
+    partitioner may save what was cast; with stock, too."""
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (w @ w) * x.double()
+            torch._dynamo.graph_break()
+            with torch.no_grad():
+                x.mul_(2)
+        return y
+
+    def loss(**compile_arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        x, w = leaves()
+        return torch.compile(step, **compile_arguments)(x.detach(), w).sum()
+
+    loss(backend="eager").backward()
+    for arguments in (STOCK, AOT_EAGER):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss(**arguments).backward()
 
 
 def test_a_queue_that_is_copied_and_then_written_through_inductor() -> None:
