@@ -5,6 +5,10 @@ grad mode, and what a function finds inside (`_found_inside`): it is kept by a k
 out.
 Within a process in memory; across processes in one file per graph beside torch.compile's own
 caches, so that a warm start does not validate again.
+
+What cannot be spelled out - a function or an op of the user's, who may change what it does; a
+tensor subclass, whose fields may decide what a call does - is named by its address in the key, and
+the verdict is kept for as long as the graph is looked at.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
+import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +31,11 @@ from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched, overloads_of
+from .._torch.tensors import is_fake
 from ..state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16
 _known: dict[str, Verdict] = {}
-_named_by_address: dict[int, Any] = {}  # kept alive, so that no other gets the address
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,12 @@ class Verdict:
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
-    """Everything a verdict depends on. Keys that name an object's address are never written to disk
-    (`Verdicts.save`)."""
+    """Everything a verdict depends on. A key with an object's address in it means nothing once the
+    node is gone."""
     numbers: dict[int, int] = {}
 
     def leaf(argument: fx.Node) -> Any:
-        value = argument.meta.get("example_value", argument.name)
+        value = argument.meta.get("example_value", argument)
         return _Leaf(value, numbers.setdefault(id(value), len(numbers)))
 
     described = _describe(fx.node.map_arg((node.args, node.kwargs), leaf))
@@ -77,14 +82,15 @@ def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict:
 
 
 class Verdicts:
-    """The verdicts of one graph.
+    """The verdicts of one graph, to be dropped before the graph is.
 
     Args:
         keys: the keys of all calls of the graph that may need a verdict.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = sorted(set(keys))
+        self._keys = sorted({k for k in keys if not _names_an_address(k)})
+        self._here: dict[str, Verdict] = {}  # by the other keys
         self._unsaved = False
         if len(_known) > _MEMORY_LIMIT:
             forget()
@@ -95,22 +101,25 @@ class Verdicts:
 
     def get(self, key: str) -> Verdict | None:
         """The verdict, if it is known."""
-        return _known.get(key)
+        return _known.get(key) or self._here.get(key)
 
     def add(self, key: str, verdict: Verdict) -> None:
         """Keep a new verdict."""
-        _known[key] = verdict
-        self._unsaved = True
+        if _names_an_address(key):
+            self._here[key] = verdict
+        else:
+            _known[key] = verdict
+            self._unsaved = True
 
     def save(self) -> None:
         """Write the verdicts for the next process, if there are new ones and a cache to write
         to."""
         if not self._unsaved or self._path is None:
             return
-        stable = {k: _known[k] for k in self._keys if k in _known and _is_stable(k)}
+        found = {k: _known[k] for k in self._keys if k in _known}
         rows = {
             k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within, v.keeps, v.stale]
-            for k, v in stable.items()
+            for k, v in found.items()
         }
         try:
             _write(self._path, rows)
@@ -121,7 +130,6 @@ class Verdicts:
 def forget() -> None:
     """Drop the verdicts in memory, as a new process would."""
     _known.clear()
-    _named_by_address.clear()
 
 
 def _write(path: Path, rows: dict[str, list[Any]]) -> None:
@@ -169,10 +177,13 @@ def _path(keys: list[str]) -> Path | None:
     return Path(folder) / "smart_autocast" / f"{digest[:32]}.json"
 
 
-def _is_stable(key: str) -> bool:
-    """Whether a key means the same in another process: no address in it. Code that does not come
-    with torch, whose version is known, is named by its address, and may change meanwhile."""
-    return " at 0x" not in key
+def _by_address(value: object) -> str:
+    return f"{type(value).__qualname__} at {id(value):#x}"
+
+
+def _names_an_address(key: str) -> bool:
+    """Whether a key says what it means only while its graph is there."""
+    return " at 0x" in key
 
 
 def comes_with_torch(target: Any) -> bool:
@@ -208,12 +219,19 @@ def _target(target: Any) -> str:
     else:
         module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
         name = f"{module}.{getattr(target, '__qualname__', None) or repr(target)}"
-    if name.startswith(_WITH_TORCH) and "<" not in name:
+    if name.startswith(_WITH_TORCH) and "<" not in name and not _is_written_elsewhere(target):
         return name
-    # A lambda, a function made by another, or one that a notebook may define again: its name is not
-    # its own.
-    _named_by_address[id(target)] = target
-    return f"{name} at {id(target):#x}"
+    return f"{name}, {_by_address(target)}"
+
+
+def _is_written_elsewhere(target: Any) -> bool:
+    """Whether a function of Python has a name that `functools.wraps` took from one of PyTorch's."""
+    if not isinstance(target, types.FunctionType):
+        return False
+    return not Path(target.__code__.co_filename).is_relative_to(_TORCH)
+
+
+_TORCH = Path(torch.__file__).parent
 
 
 def _rule_of(op: OpOverload | OpOverloadPacket) -> str:
@@ -231,15 +249,22 @@ def _describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_describe, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{_describe(k)}:{_describe(v)}" for k, v in value.items()) + "}"
     if isinstance(value, slice):
         return f"slice{_describe((value.start, value.stop, value.step))}"
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return symbol_key(value)
-    return repr(value)
+    return repr(value) if type(value) in _SPELLED_OUT else _by_address(value)
+
+
+_SPELLED_OUT = {bool, int, float, complex, str, bytes, type(None), type(...)} | {
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format)
+}
 
 
 def _describe_tensor(t: torch.Tensor) -> str:
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) and not is_fake(t):
+        return _by_address(t)
     strides = t.stride() if t.layout is torch.strided else ()
     flags = (t.requires_grad, t.is_leaf, t._is_view(), t.is_conj(), t.is_neg(), t.is_inference())
     marks = "".join("01"[f] for f in flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from autocast_backend.lowering import proving, recipes
 from autocast_backend.policies.table import Policy
 from autocast_backend.validation import verdicts
 from autocast_backend.validation.compare import Failed, difference, observe, observed
-from tests.support import BF16, graph_of, lower_with_report, targets
+from tests.support import BF16, assert_same_bits, graph_of, lower_with_report, targets
 
 STATE = AutocastState.of(BF16)
 
@@ -252,3 +253,77 @@ def test_another_default_is_another_question(
             assert report.untouched == untouched
     finally:
         put(before)
+
+
+def test_what_a_function_reads_elsewhere_is_asked_again(fake_mode: Any) -> None:
+    """Nothing says that it is another question: the answer is kept for one graph only."""
+    x, product = torch.empty(4, 4), False
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x @ x if product else x.sin()
+
+    assert lower_with_report(graph_of(function, (x,), {}, STATE), STATE).untouched == 1
+    product = True
+    assert lower_with_report(graph_of(function, (x,), {}, STATE), STATE).untouched == 0
+
+
+def test_a_function_under_the_name_of_pytorchs_is_another_question(fake_mode: Any) -> None:
+    """As libraries make them that replace one of PyTorch's."""
+
+    @functools.wraps(F.hardswish)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    x = torch.empty(4, 4)
+    for f, untouched in ((F.hardswish, 1), (function, 0)):
+        assert lower_with_report(graph_of(f, (x,), {}, STATE), STATE).untouched == untouched
+
+
+class Weight(torch.Tensor):
+    """One that decides by a field of its own what `linear` does with it."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, product: bool) -> Weight:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values: torch.Tensor, product: bool) -> None:
+        self.values_, self.product = values, product
+
+    def __tensor_flatten__(self) -> tuple[list[str], bool]:
+        return ["values_"], self.product
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, product: bool, size: Any, stride: Any) -> Weight:
+        return Weight(inner["values_"], product)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function is F.linear:
+            x, weight, *_ = args
+            values = weight.values_
+            return x @ values.t() if weight.product else (x.unsqueeze(-2) * values).mean(-1)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any, kwargs: Any = None):
+        assert op is torch.ops.aten.detach.default
+        return Weight(args[0].values_.detach(), args[0].product)
+
+
+def test_fields_of_a_tensor_subclass_are_another_question() -> None:
+    """As of torchao's int8 weights, with which `linear` multiplies integers or floating-point
+    numbers: kept by the class alone, the answer for the one took autocast from the other."""
+
+    def function(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return F.linear(x, weight)
+
+    x, values = torch.ones(3, 8), torch.randn(8, 8)
+    for product in (False, True):
+        torch._dynamo.reset()
+        weight = Weight(values, product)
+        compiled = torch.compile(
+            function, backend="smart_autocast", options={"inner": "aot_eager"}
+        )
+        assert_same_bits(compiled(x, weight), function(x, weight))
