@@ -94,6 +94,15 @@ def kernels_opened() -> Iterator[None]:
                 _libraries.pop()._destroy()
 
 
+def has_rules_of_users() -> bool:
+    """Whether Python code gives ops of PyTorch's another autocast rule, by `torch.library`: other
+    than the kernels that stand here."""
+    with _lock:
+        ours = {name for library in _libraries for name in library._op_impls}
+        others = torch.library._impls - ours  # "aten/sin/AutocastCPU"
+    return any("/Autocast" in name and name.startswith("aten/") for name in others)
+
+
 def is_open() -> bool:
     """Whether this thread is inside of `kernels_opened`."""
     return getattr(_here, "open", False)

@@ -8,7 +8,8 @@ caches, so that a warm start does not validate again.
 
 What cannot be spelled out - a function or an op of the user's, who may change what it does; a
 tensor subclass, whose fields may decide what a call does - is named by its address in the key, and
-the verdict is kept for as long as the graph is looked at.
+the verdict is kept for as long as the graph is looked at. So are all of them while the user's code
+gives PyTorch's own ops other rules.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .._logging import log
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
+from .._torch.kernels import has_rules_of_users
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched, overloads_of
 from .._torch.tensors import is_fake
 from ..state import AutocastState
@@ -89,34 +91,33 @@ class Verdicts:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = sorted({k for k in keys if not _names_an_address(k)})
-        self._here: dict[str, Verdict] = {}  # by the other keys
+        lasting = () if has_rules_of_users() else keys
+        self._kept = {key for key in lasting if " at 0x" not in key}
+        self._here: dict[str, Verdict] = {}
         self._unsaved = False
         if len(_known) > _MEMORY_LIMIT:
             forget()
-        missing = [k for k in self._keys if k not in _known]
-        self._path = _path(self._keys) if missing else None
+        self._path = None if self._kept <= _known.keys() else _path(self._kept)
         if self._path is not None:
             _known.update(_load(self._path))
 
     def get(self, key: str) -> Verdict | None:
         """The verdict, if it is known."""
-        return _known.get(key) or self._here.get(key)
+        return (_known if key in self._kept else self._here).get(key)
 
     def add(self, key: str, verdict: Verdict) -> None:
         """Keep a new verdict."""
-        if _names_an_address(key):
-            self._here[key] = verdict
+        if key in self._kept:
+            _known[key], self._unsaved = verdict, True
         else:
-            _known[key] = verdict
-            self._unsaved = True
+            self._here[key] = verdict
 
     def save(self) -> None:
         """Write the verdicts for the next process, if there are new ones and a cache to write
         to."""
         if not self._unsaved or self._path is None:
             return
-        found = {k: _known[k] for k in self._keys if k in _known}
+        found = {k: _known[k] for k in sorted(self._kept) if k in _known}
         rows = {
             k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within, v.keeps, v.stale]
             for k, v in found.items()
@@ -169,21 +170,16 @@ def _verdict(
     return Verdict(reason, tuple(shared), casts, tuple(order), expanded, within, keeps, stale)
 
 
-def _path(keys: list[str]) -> Path | None:
+def _path(keys: Iterable[str]) -> Path | None:
     folder = compile_cache_dir()
     if folder is None:
         return None
-    digest = hashlib.sha256("\n".join([made_with(), *keys]).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([made_with(), *sorted(keys)]).encode()).hexdigest()
     return Path(folder) / "smart_autocast" / f"{digest[:32]}.json"
 
 
 def _by_address(value: object) -> str:
     return f"{type(value).__qualname__} at {id(value):#x}"
-
-
-def _names_an_address(key: str) -> bool:
-    """Whether a key says what it means only while its graph is there."""
-    return " at 0x" in key
 
 
 def comes_with_torch(target: Any) -> bool:

@@ -279,6 +279,26 @@ def test_a_function_under_the_name_of_pytorchs_is_another_question(fake_mode: An
         assert lower_with_report(graph_of(f, (x,), {}, STATE), STATE).untouched == untouched
 
 
+def test_a_rule_of_the_users_for_an_op_of_pytorchs_is_asked_again(fake_mode: Any) -> None:
+    x = torch.empty(4, 4)
+
+    def untouched() -> int:
+        return lower_with_report(graph_of(torch.sin, (x,), {}, STATE), STATE).untouched
+
+    def rule(x: torch.Tensor) -> torch.Tensor:
+        with AutocastState.off().applied():
+            return torch.sin(x.bfloat16())
+
+    assert untouched() == 1
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("sin", rule, "AutocastCPU")
+    try:
+        assert untouched() == 0
+    finally:
+        library._destroy()
+    assert untouched() == 1
+
+
 class Weight(torch.Tensor):
     """One that decides by a field of its own what `linear` does with it."""
 
@@ -323,7 +343,5 @@ def test_fields_of_a_tensor_subclass_are_another_question() -> None:
     for product in (False, True):
         torch._dynamo.reset()
         weight = Weight(values, product)
-        compiled = torch.compile(
-            function, backend="smart_autocast", options={"inner": "aot_eager"}
-        )
+        compiled = torch.compile(function, backend="smart_autocast", options={"inner": "aot_eager"})
         assert_same_bits(compiled(x, weight), function(x, weight))
