@@ -1,4 +1,5 @@
-"""Writes to tensors that their version counters do not show, and that PyTorch has no hooks for."""
+"""Writes to tensors that their version counters do not show, and that PyTorch has no hooks for; or
+that those of fake tensors do not show."""
 
 from __future__ import annotations
 
@@ -7,8 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
+
+from .dynamo import gives_data_attribute
+from .ops import arguments_of, overloads_of
 
 Told = Callable[[Iterable[torch.Tensor]], None]
 
@@ -77,3 +82,19 @@ def _receive(told: Told, op: Any, keys: Any, received: Any, *args: Any, **argume
 def _library() -> torch.library.Library:
     """The kernels are there as long as this is."""
     return torch.library.Library("c10d", "IMPL")
+
+
+def may_hide_writes(node: fx.Node) -> bool:
+    """Whether a call in Dynamo's graph may write to memory of its arguments, itself or through what
+    it returns, without their fake tensors counting it."""
+    target = node.target
+    if gives_data_attribute(target) or any(writes(node, op) for op in overloads_of(target)):
+        return True
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    in_place = name.endswith("_") and name.startswith(("_foreach_", "_fused_", "_amp_"))
+    return in_place or name in ("set_", "triton_kernel_wrapper_mutation")
+
+
+def writes(node: fx.Node, op: torch._ops.OpOverload) -> bool:
+    """Whether an op writes to arguments that a call gives it, by its schema."""
+    return any(a.is_write and (not a.kwarg_only or a.name in node.kwargs) for a in arguments_of(op))

@@ -27,7 +27,6 @@ from torch.utils import _pytree as pytree
 
 from .._torch.autocast import disable_autocast
 from .._torch.dynamo import (
-    gives_data_attribute,
     input_name,
     is_higher_order_op,
     is_static_input,
@@ -37,8 +36,9 @@ from .._torch.dynamo import (
 )
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.fsdp import is_managed_by_fsdp
-from .._torch.tensors import is_of_transform
-from ..graphs import copy_graph
+from .._torch.tensors import has_storage, is_of_transform
+from .._torch.writes import may_hide_writes
+from ..graphs import copy_graph, nodes_of
 from ..lowering.writing import CACHED
 from ..reports.report import WeightCast
 from ..validation.compare import is_weight
@@ -97,7 +97,8 @@ def weight_casts(
     taken: dict[fx.Node, int] = {}
     told: list[WeightCast] = []
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    written = [v for n, v in zip(placeholders, inputs, strict=True) if _is_written(n, v)]
+    hidden = _storages_of_hidden_writes(graph_module)
+    written = [v for n, v in zip(placeholders, inputs, strict=True) if _is_written(n, v, hidden)]
     for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         casts = [reader for reader in _readers(node) if _is_lowering_cast(reader)]
         if not casts or not _is_weight(node, value):
@@ -339,24 +340,35 @@ def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
     )
 
 
-def _is_written(node: fx.Node, value: Any) -> bool:
-    """Whether a graph writes to an input: the version of its fake tensor counts writes, also those
-    through views. Writes through `.data` are not counted, so reading that is one.
+def _is_written(node: fx.Node, value: Any, hidden: set[int]) -> bool:
+    """Whether a graph writes to an input: the version of its fake tensor counts most writes, also
+    those through views.
 
     Args:
         value: the input. Where it begins inside of its storage, PyTorch made its fake tensor, or
             that of its base, with `set_`, which counts as well (`MetaConverter.meta_tensor`).
+        hidden: the storages of fake tensors that may be written to without a count.
     """
     fake = node.meta.get("example_value")
     if not isinstance(fake, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False
-    if any(gives_data_attribute(user.target) for user in node.users):
+    if not hidden.isdisjoint(_storages([fake])):
         return True
     if fake._version == 0:
         return False
     owner = value if value._base is None else value._base
     offset = owner.storage_offset() if owner.layout is torch.strided else 0
     return fake._version > (isinstance(offset, int) and offset > 0)
+
+
+def _storages_of_hidden_writes(graph_module: fx.GraphModule) -> set[int]:
+    calls = [n for n in nodes_of(graph_module) if n.op.startswith("call") and may_hide_writes(n)]
+    return _storages([n.meta.get("example_value") for c in calls for n in c.all_input_nodes])
+
+
+def _storages(values: Any) -> set[int]:
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors if has_storage(t)}
 
 
 def _leaf_like(weight: Any, cast: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -191,7 +191,65 @@ def writes_the_data(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x @ w
 
 
-@pytest.mark.parametrize("function", [writes_the_weight, writes_a_view, writes_the_data])
+def writes_the_data_of_a_view(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    w.detach()[0].data.mul_(2)
+    return x @ w
+
+
+def writes_a_list(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        torch._foreach_mul_([w.detach().t()], 2)
+    return x @ w
+
+
+def writes_on_the_memory(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    torch.empty(0).set_(w.detach()).mul_(2)
+    return x @ w
+
+
+class WritesInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        w.data.mul_(2)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grad * 2
+
+
+def writes_in_a_function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return WritesInside.apply(w, x) @ w
+
+
+@pytest.fixture(scope="module")
+def doubling() -> Iterator[Any]:
+    """A custom op that says that it writes; its fake kernel counts nothing."""
+
+    def double(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    library = torch.library.Library("smart_autocast_plans", "FRAGMENT")
+    library.define("double(Tensor(a!) x) -> ()")
+    library.impl("double", double, "CompositeExplicitAutograd")
+    torch.library.register_fake("smart_autocast_plans::double", lambda x: None, lib=library)
+    yield torch.ops.smart_autocast_plans.double
+    library._destroy()
+
+
+def writes_by_a_custom_op(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    torch.ops.smart_autocast_plans.double(w.detach())
+    return x @ w
+
+
+@pytest.mark.usefixtures("doubling")
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(writes_the_weight, writes_a_view, writes_the_data, writes_the_data_of_a_view),
+        *(writes_a_list, writes_on_the_memory, writes_in_a_function, writes_by_a_custom_op),
+    ],
+)
 def test_a_weight_that_the_graph_writes_to_stays(function: Any) -> None:
     """Where the cast is made decides what it sees."""
     _, report = plan_of(function, nn.Parameter(data(8, 8)), data(3, 8))
