@@ -1,4 +1,4 @@
-"""One body for one autocast state, in one graph.
+"""One body for one autocast state and the same weights among its operands, in one graph.
 
     y = invoke_subgraph(body, "body", x)  # under autocast
     z = invoke_subgraph(body, "body", y)  # not
@@ -11,7 +11,9 @@ becomes
 A nested compile region is one body, called as often as the code calls it, and compilers trace it
 once for its name. Under another autocast state it is another computation: with one name, the second
 call would get what was traced for the first. So it is in another graph, the body of a checkpoint or
-of another nested region, say, which may be called under another state, or hand it other casts.
+of another nested region, say, which may be called under another state, or hand it other casts. And
+eager autocast caches the casts of weights alone: a call with a computed tensor in a weight's place
+casts it once more.
 """
 
 from __future__ import annotations
@@ -19,18 +21,21 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from torch import fx
 
 from .._torch.dynamo import GradMode
 from ..graphs import copy_graph
 from ..regions import Placement, find_regions
+from ..validation.compare import is_weight
 from .bodies import Bodies
 
 
 def separate_bodies(
     module: fx.GraphModule, outside: Placement, grad: bool, names: set[str] | None = None
 ) -> None:
-    """Give every graph, autocast state and grad mode that calls a body a copy of its own, in place.
+    """Give every graph, autocast state, grad mode and choice of weights that calls a body a copy of
+    its own, in place.
 
     Args:
         names: those of the bodies found so far; new ones are put into it.
@@ -51,7 +56,9 @@ def separate_bodies(
         found = body.module
         if body.call.again:
             known = copies.setdefault(found, {})
-            place = (placements[node].state, placements[node].scope, mode.grad)
+            operands = [_value(n) for n in node.args[body.call.first_operand :]]
+            weights = tuple(isinstance(v, torch.Tensor) and is_weight(v) for v in operands)
+            place = (placements[node].state, placements[node].scope, mode.grad, weights)
             if place not in known:
                 attribute, name = node.args[0], str(node.args[1])
                 if name in names:
@@ -61,6 +68,9 @@ def separate_bodies(
                     with module.graph.inserting_before(node):
                         attribute = module.graph.get_attr(name)
                 names.add(name)
+                inputs = found.graph.find_nodes(op="placeholder")
+                for placeholder, value in zip(inputs, operands, strict=True):
+                    placeholder.meta["example_value"] = value
                 known[place] = (attribute, name)
                 inner.append((found, placements[node], body.call.grad_mode(node, mode.grad)))
             node.args = (*known[place], *node.args[2:])
@@ -70,6 +80,10 @@ def separate_bodies(
         _drop_unread(module)
     for found, placement, records in inner:
         separate_bodies(found, placement, records, names)
+
+
+def _value(operand: Any) -> Any:
+    return operand.meta.get("example_value") if isinstance(operand, fx.Node) else operand
 
 
 def _drop_unread(module: fx.GraphModule) -> None:

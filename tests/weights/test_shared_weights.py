@@ -4,6 +4,7 @@ cache has no part in it. Bits of outputs and gradients tell."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,9 +30,11 @@ def hidden(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def results(function: Function, cache_enabled: bool = True, **arguments: Any) -> list[Any]:
-    """Outputs and the gradient of the weight, in a region."""
+    """Outputs and the gradient of the weight, in a region, or with the option `autocast`."""
 
     def region(x: torch.Tensor, w: torch.Tensor) -> Any:
+        if "autocast" in arguments.get("options", ()):
+            return function(x, w)
         with torch.autocast(**BF16, cache_enabled=cache_enabled):
             return function(x, w)
 
@@ -281,6 +284,43 @@ def test_what_cannot_share_a_cast_is_not_compiled(
     assert "allow_in_graph hides" in caplog.text
     assert_same_bits(results(function, cache_enabled=False, **AOT_EAGER), expected[False])
     assert counters["smart_autocast"]["left_eager"] == 1  # no cast to share: compiled
+
+
+def a_computed_tensor_first(part: Function, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return part(x, w * 2) + part(part(x, w), w)
+
+
+def a_computed_tensor_last(part: Function, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    m = w * 2
+    return part(x, w) + part(x * 2, m) + part(x * 3, m)
+
+
+def a_computed_tensor_at_the_end(part: Function, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return part(part(x, w), w) + part(x, w * 2)
+
+
+def a_view_first(part: Function, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return part(x, w.view(8, 8)) + part(x * 3, w) + part(x * 5, w)
+
+
+@pytest.mark.parametrize("option", [False, True], ids=["region", "option"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *(a_computed_tensor_first, a_computed_tensor_last, a_computed_tensor_at_the_end),
+        a_view_first,
+    ],
+)
+def test_a_nested_compile_region_of_weights_and_of_others(calls: Function, option: bool) -> None:
+    """It is one body for Dynamo. Eager autocast caches the casts of weights alone."""
+
+    def part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x.float() @ w)
+
+    marked = torch.compiler.nested_compile_region(part)
+    options = {"inner": "aot_eager", **({"autocast": BF16} if option else {})}
+    actual = results(functools.partial(calls, marked), backend="smart_autocast", options=options)
+    assert_same_bits(actual, results(functools.partial(calls, part), backend="eager"))
 
 
 @pytest.mark.parametrize("backward", [None, BF16, FP16])
