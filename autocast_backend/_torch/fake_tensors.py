@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 
 from .hooks import saved_tensor_hooks_off
 from .kernels import kernels_opened
@@ -42,6 +43,14 @@ def observing(fake_mode: Any) -> Iterator[None]:
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(saved_tensor_hooks_off())
         stack.enter_context(fake_mode)
+        yield
+
+
+@contextlib.contextmanager
+def running(fake_mode: Any) -> Iterator[None]:
+    """As `observing`, with the decompositions that Dynamo runs ops with: kernels of C++ do not take
+    sizes that are symbols."""
+    with observing(fake_mode), enable_python_dispatcher():
         yield
 
 

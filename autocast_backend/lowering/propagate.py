@@ -24,7 +24,7 @@ from .._torch.dynamo import (
     is_functorch_transform,
     is_higher_order_op,
 )
-from .._torch.fake_tensors import fake_mode_of, like, observing
+from .._torch.fake_tensors import fake_mode_of, like, running
 from ..policies.overrides import PolicyError
 from ..regions import Placement, find_regions, is_region_node
 from . import recipes
@@ -50,7 +50,7 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if fake_mode is not None:
         overrider = Overrider(context.overrides, context.validate, context.overridden)
         run = _Run(overrider, fake_mode)
-        with observing(fake_mode), functorch_levels_restored():
+        with running(fake_mode), functorch_levels_restored():
             # A call may write to its inputs; leaves that require grad are safe from that.
             copies = [_copy(value) for value in inputs]
             outside = Placement(context.ambient, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from tests.aot.harness import (
     loss_of,
     same_bits,
 )
-from tests.support import assert_same_bits
+from tests.support import BF16, assert_same_bits
 
 SIZES = (3, 5, 9, 6)
 BACKWARDS = (True, False, True, True)
@@ -105,3 +106,30 @@ def test_one_compilation_for_all_sizes(make: Callable[[], nn.Module], way: str) 
         assert_same_bits(got, wanted, f"{size} rows")
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["smart_autocast"]["backward_variants"] == 1
+
+
+def interpolates(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.lerp(x, x * 2, weight.sum()) @ weight
+
+
+def multiplies_in_numpy(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return interpolates(torch.from_numpy(np.multiply(x.detach().numpy(), 2)), weight)
+
+
+@pytest.mark.parametrize("option", ["region", "autocast", "policies"])
+@pytest.mark.parametrize("function", [interpolates, multiplies_in_numpy])
+def test_an_op_whose_kernel_takes_no_symbols(function: Any, option: str) -> None:
+    """`torch.lerp` with a tensor without dimensions for its weight: where example values are made
+    anew, the graph runs on symbolic sizes."""
+
+    options: dict[str, Any] = {"inner": "aot_eager"}
+    region = inside_region(function)
+    if option == "autocast":
+        options["autocast"], region = BF16, function
+    elif option == "policies":
+        options["policies"] = {"op": {"aten::matmul": "lower_precision_fp"}}
+    compiled = torch.compile(region, dynamic=True, backend="smart_autocast", options=options)
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    with autocast(True):
+        expected = function(x, weight)
+    assert_same_bits(compiled(x, weight), expected)
