@@ -225,6 +225,17 @@ def is_gradient_transform(target: Any) -> bool:
     return is_functorch_transform(target) == 1 and "vmap" not in getattr(target, "__name__", "")
 
 
+def requires_grad_changes_after(node: fx.Node, value: fx.Node) -> bool:
+    """Whether the graph changes `requires_grad` of a value after a node, in place."""
+    changes = {user for user in value.users if user.target in ("requires_grad_", "detach_")}
+    if not changes:
+        return False
+    later = node.next
+    while later.op != "output" and later not in changes:
+        later = later.next
+    return later in changes
+
+
 def runs_backward(target: Any) -> bool:
     """Whether a graph node runs the backward of calls before it: `torch.autograd.grad`, as which
     Dynamo traces `backward()`, too; or the function that `torch.func.vjp` returns."""

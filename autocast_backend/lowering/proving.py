@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from .._torch.autocast import disable_autocast, has_autocast_kernel
+from .._torch.dynamo import requires_grad_changes_after
 from .._torch.fake_tensors import observing
 from .._torch.kernels import body_of_triton_op
 from .._torch.ops import overloads_of
@@ -42,7 +43,7 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
     """
     for c in candidates:
         if c.overridden or validate == "off":
-            c.shared = _shared_by_name(c)
+            c.shared = _as_in_the_end(c, _shared_by_name(c))
     if validate == "off":
         return
     strict = validate == "strict"
@@ -57,8 +58,8 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
                 verdict = replace(verdict, order=order)
             verdicts.add(key, verdict)
             report.checked += 1
-        c.refused, c.shared = verdict.reason, verdict.shared
-        c.shared_within, c.keeps = verdict.within, verdict.keeps
+        c.refused, c.shared = verdict.reason, _as_in_the_end(c, verdict.shared)
+        c.shared_within, c.keeps = verdict.within and bool(c.shared), verdict.keeps
         c.stale = verdict.stale
         if verdict.found is not None:
             found = [(i, Policy(name)) for i, name in verdict.found]
@@ -243,6 +244,13 @@ def _shared_by_name(c: Candidate) -> tuple[int, ...]:
         return ()
     arguments = tensor_arguments(c.node)
     return tuple(i for i, _ in c.recipe.casts if _is_cached(arguments[i], c.placement.state))
+
+
+def _as_in_the_end(c: Candidate, shared: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the shared casts that are of what the value is when the call reads it: an example
+    value tells what `requires_grad` was in the end."""
+    arguments = tensor_arguments(c.node)
+    return tuple(i for i in shared if not requires_grad_changes_after(c.node, arguments[i]))
 
 
 def follow(node: fx.Node, recipe: Recipe) -> Any:

@@ -184,8 +184,19 @@ def inside_the_graph(function: Any, way: str, **arguments: Any) -> Gradients:
     return [found, copies(given)]
 
 
+def requires_grad_between_two_reads(x: torch.Tensor, w: torch.Tensor) -> Any:
+    d = x.detach()
+    before = d @ w
+    d.requires_grad_()
+    after, again = d @ w, (2 * d) @ w
+    (gradient,) = torch.autograd.grad((after.sin() * again + d @ w).float().sum() + d.sum(), d)
+    return [gradient.detach(), before.detach()]
+
+
 @pytest.mark.parametrize("way", ["off", "ambient", "region"])
-@pytest.mark.parametrize("function", [grad, grad_if_used, backward, gradient_penalty])
+@pytest.mark.parametrize(
+    "function", [grad, grad_if_used, backward, gradient_penalty, requires_grad_between_two_reads]
+)
 def test_calls_of_autograd_inside_the_graph(function: Any, way: str) -> None:
     expected = inside_the_graph(function, way, **ORACLE)
     assert_same_bits(inside_the_graph(function, way, **AOT_EAGER), expected)
