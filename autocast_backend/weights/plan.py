@@ -24,6 +24,7 @@ from torch import fx
 from .. import _logging
 from .._torch.aot import compiling_again
 from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
+from .._torch.hooks import saved_tensor_hooks_are_on
 from ..guards import ShapeGuards
 from ..reports.report import Report, WeightCast
 from ..state import AutocastState
@@ -150,7 +151,7 @@ def _inside(code: Callable[..., Any]) -> InScope:
 class _ByUse:
     """A graph compiled with its casts inside (but for large ones), and, from the second call in one
     scope on, with its casts outside, too. Autograd records none of them, so both give the same
-    bits."""
+    bits; but they save other tensors for the backward."""
 
     def __init__(
         self,
@@ -173,6 +174,10 @@ class _ByUse:
 
     def call(self, *args: Any) -> Any:
         scope = self._weights.scope()
+        if torch.is_grad_enabled() and saved_tensor_hooks_are_on():
+            # A checkpoint around the call gives the tensors that this saves what a later call does
+            # in their order.
+            return self._call_inside(scope, args)
         if scope is not self._scope:
             self._uses_before, self._uses, self._scope = self._uses, 0, scope
         self._uses += 1

@@ -88,3 +88,32 @@ def test_compiled_blocks_in_a_checkpoint(inside: bool) -> None:
         return [loss, *(p.grad for p in blocks.parameters())]
 
     assert_same_bits(gradients(compiled=True), gradients(compiled=False))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_compiled_frozen_blocks_in_a_checkpoint(inside: bool) -> None:
+    """The second run of a checkpoint finds its casts where the first did, whatever the other calls
+    of a scope have done with theirs: it pairs what both save by their order."""
+
+    def gradient(compiled: bool) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = [Block().requires_grad_(False) for _ in range(3)]
+        run = torch.compile(lambda b, x: b(x), **ours()) if compiled else lambda b, x: b(x)
+        found = []
+        for _ in range(2):
+            x = data(19, 19).requires_grad_()
+            with bf16():
+                h = x * 1
+                for block in blocks:
+                    h = checkpoint(run, block, h, use_reentrant=False)
+                with torch.autocast("cpu", enabled=False):
+                    loss = h.float().square().sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            found.append(x.grad)
+        return found
+
+    assert_same_bits(gradient(True), gradient(False))
