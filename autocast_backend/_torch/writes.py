@@ -84,15 +84,23 @@ def _library() -> torch.library.Library:
     return torch.library.Library("c10d", "IMPL")
 
 
-def may_hide_writes(node: fx.Node) -> bool:
-    """Whether a call in Dynamo's graph may write to memory of its arguments, itself or through what
-    it returns, without their fake tensors counting it."""
+def hidden_writes(node: fx.Node) -> list[fx.Node]:
+    """The arguments of a call in Dynamo's graph to whose memory it may write, itself or through
+    what it returns, without their fake tensors counting it."""
     target = node.target
-    if gives_data_attribute(target) or any(writes(node, op) for op in overloads_of(target)):
-        return True
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name == "batch_norm":  # to the running statistics, which never require grad
+        of = {n: n.meta.get("example_value") for n in node.all_input_nodes}
+        training = True in (*node.args, *node.kwargs.values())
+        return [n for n, v in of.items() if training and not getattr(v, "requires_grad", False)]
     in_place = name.endswith("_") and name.startswith(("_foreach_", "_fused_", "_amp_"))
-    return in_place or name in ("set_", "triton_kernel_wrapper_mutation")
+    hides = (
+        in_place
+        or name in ("set_", "triton_kernel_wrapper_mutation")
+        or gives_data_attribute(target)
+        or any(writes(node, op) for op in overloads_of(target))
+    )
+    return node.all_input_nodes if hides else []
 
 
 def writes(node: fx.Node, op: torch._ops.OpOverload) -> bool:

@@ -37,7 +37,7 @@ from .._torch.dynamo import (
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.fsdp import is_managed_by_fsdp
 from .._torch.tensors import has_storage, is_of_transform
-from .._torch.writes import may_hide_writes
+from .._torch.writes import hidden_writes
 from ..graphs import copy_graph, nodes_of
 from ..lowering.writing import CACHED
 from ..reports.report import WeightCast
@@ -362,8 +362,9 @@ def _is_written(node: fx.Node, value: Any, hidden: set[int]) -> bool:
 
 
 def _storages_of_hidden_writes(graph_module: fx.GraphModule) -> set[int]:
-    calls = [n for n in nodes_of(graph_module) if n.op.startswith("call") and may_hide_writes(n)]
-    return _storages([n.meta.get("example_value") for c in calls for n in c.all_input_nodes])
+    calls = [node for node in nodes_of(graph_module) if node.op.startswith("call")]
+    written = [argument for call in calls for argument in hidden_writes(call)]
+    return _storages([argument.meta.get("example_value") for argument in written])
 
 
 def _storages(values: Any) -> set[int]:

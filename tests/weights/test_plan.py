@@ -144,6 +144,30 @@ def test_buffers_are_weights_where_nothing_writes_to_them() -> None:
             assert casts_made(lambda c=compiled: c(data(3, 8))) == casts  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_weights_where_nothing_writes_to_them(training: bool) -> None:
+    """Batch norm writes to them without counting that."""
+
+    class Statistics(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8).train(training)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) @ self.norm.running_mean
+
+    def run(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(Statistics(), **arguments)
+        with torch.no_grad(), bf16():
+            return [compiled(data(3, 8) + 4) for _ in range(3)]
+
+    assert_same_bits(run(**ours(weight_cache="version")), run(**EAGER))
+    with torch.no_grad(), bf16():
+        compiled = torch.compile(Statistics(), **ours(weight_cache="version"))
+        assert casts_made(lambda: compiled(data(3, 8))) == (0 if training else 1)
+
+
 def test_an_inference_graph_starts_with_its_casts_inside() -> None:
     with torch.no_grad():
         graphs, _ = plan_of(make(Plain), data(3, 8))
