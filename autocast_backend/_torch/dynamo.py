@@ -323,6 +323,24 @@ def input_name(node: torch.fx.Node) -> str:
     return re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)
 
 
+def guard_leaf_and_view(node: fx.Node, value: torch.Tensor) -> None:
+    """Have Dynamo compile anew for an input that is another kind of tensor than `value`: a leaf of
+    autograd or not, a view or not. It does not ask, and eager autocast caches the casts of leaves
+    that are no views. Parameters are both, and Dynamo asks for their type."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    source = getattr(node, "_dynamo_source", None)
+    if source is None or TracingContext.try_get() is None or isinstance(value, torch.nn.Parameter):
+        return
+    base = GuardBuilder.NOT_NONE_MATCH if value._is_view() else GuardBuilder.CONSTANT_MATCH
+    install_guard(
+        AttrSource(source, "is_leaf").make_guard(GuardBuilder.CONSTANT_MATCH),
+        AttrSource(source, "_base").make_guard(base),
+    )
+
+
 def _is_in_dual_level() -> bool:
     """Whether forward-mode AD is on. There is one level of it at most, and nothing tells of it."""
     try:

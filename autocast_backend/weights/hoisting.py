@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from .._torch.autocast import disable_autocast
 from .._torch.dynamo import (
+    guard_leaf_and_view,
     input_name,
     is_higher_order_op,
     is_static_input,
@@ -101,6 +102,8 @@ def weight_casts(
     written = [v for n, v in zip(placeholders, inputs, strict=True) if _is_written(n, v, hidden)]
     for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         casts = [reader for reader in _readers(node) if _is_lowering_cast(reader)]
+        if casts and node.meta["example_value"].requires_grad and value.dtype is torch.float32:
+            guard_leaf_and_view(node, value)
         if not casts or not _is_weight(node, value):
             continue
         reason = _why_not(value, written) or _why_not_with_grad(node, casts)

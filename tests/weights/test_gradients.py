@@ -810,3 +810,49 @@ def test_a_training_call_has_pytorchs_own_nodes() -> None:
     assert output.grad_fn is not None
     nodes = [type(node).__name__ for node, _ in output.grad_fn.next_functions if node is not None]
     assert nodes == ["ToCopyBackward0"] * len(list(model.parameters()))
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+def detached_in_place(compiled: Any, w: torch.Tensor, x: torch.Tensor) -> list[Any]:
+    h = w * 2
+    loss = compiled(x, h).float().sum()
+    h = h.detach_().requires_grad_()
+    return [loss + compiled(x, h).float().sum(), h]
+
+
+def updated(compiled: Any, w: torch.Tensor, x: torch.Tensor) -> list[Any]:
+    """As meta-learning does: a step that is recorded, and more calls with what it gives."""
+    loss = compiled(x, w).float().square().mean()
+    (gradient,) = torch.autograd.grad(loss, w)
+    w = w - 0.1 * gradient
+    return [sum(compiled(x * k, w).float().sin().mean() for k in range(1, 4))]
+
+
+def a_row(compiled: Any, w: torch.Tensor, x: torch.Tensor) -> list[Any]:
+    row = torch.stack([w.detach(), w.detach()])[1].requires_grad_()
+    return [sum(compiled(x * k, row).float().sin().mean() for k in range(1, 4)), row]
+
+
+@pytest.mark.parametrize("steps", [detached_in_place, updated, a_row])
+@pytest.mark.parametrize("leaf_first", [True, False])
+def test_a_graph_for_a_leaf_is_not_for_another_tensor(steps: Any, leaf_first: bool) -> None:
+    """Dynamo does not ask whether an input is a leaf, or a view. Eager autocast does."""
+
+    def gradients(compiled: Any) -> list[Any]:
+        w, x = data(8, 8).requires_grad_(), data(4, 8)
+        if leaf_first:
+            with bf16():
+                compiled(x, w).float().sum().backward()
+        with bf16():
+            loss, *others = steps(compiled, w, x)
+        loss.backward()
+        return [w.grad, *(other.grad for other in others)]
+
+    expected = gradients(product)
+    for weight_cache in ("scope", "version"):
+        torch._dynamo.reset()
+        actual = gradients(torch.compile(product, **ours(weight_cache=weight_cache)))
+        assert_same_bits(actual, expected, weight_cache)
