@@ -30,6 +30,11 @@ def fake_mode_of(values: Iterable[Any]) -> Any | None:
     return None
 
 
+def makes_fake_tensors() -> bool:
+    """Whether a FakeTensorMode is on: what ops return then has no memory."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 @contextlib.contextmanager
 def observing(fake_mode: Any) -> Iterator[None]:
     """Run ops on fake tensors without leaving a trace in the compilation: no guard is added and the

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from .cuda_graphs import Place
 
@@ -60,8 +61,6 @@ def _alone() -> tuple[int, int, int]:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory: compilers run graphs on such tensors to learn shapes."""
-    from torch._subclasses import FakeTensor
-
     return isinstance(tensor, FakeTensor)
 
 

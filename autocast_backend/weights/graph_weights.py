@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch.cuda_graphs import Place, recorded_outputs
+from .._torch.fake_tensors import makes_fake_tensors
 from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
 from .cache import Shared, stores, watch_writes
@@ -32,6 +33,7 @@ class GraphWeights:
             shares with other graphs. If not, its regions are its own, and so are their casts.
         keep_memory: give a weight's cast the same address in every scope, as CUDA graphs want it.
             Its memory then lives as long as the weight.
+        dynamic: whether calls may come with weights of other sizes.
 
     On the CPU the memory of large casts without gradients is kept, too, until the next training
     call: the system's new pages cost several times what the cast costs (`benchmarks casts`).
@@ -45,6 +47,7 @@ class GraphWeights:
         lasting: bool,
         scoped: bool,
         keep_memory: bool = False,
+        dynamic: bool = False,
     ) -> None:
         self._dtypes = tuple(dtypes)
         self._grads = tuple(grads)
@@ -53,6 +56,7 @@ class GraphWeights:
         self._scoped = scoped
         self._seen: Seen | None = None
         self._keep_memory = keep_memory
+        self._dynamic = dynamic
         watch_writes()
 
     def scope(self) -> Scope | None:
@@ -68,6 +72,8 @@ class GraphWeights:
         if recording and not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.casts(weights, scope)
+        if makes_fake_tensors() or is_fake(weights[0]):  # somebody is asking for shapes
+            return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
         grads = self._grads if recording else (False,) * len(weights)
         contents = None if scope is None else scope.contents
         with Shared.lock:
@@ -84,12 +90,11 @@ class GraphWeights:
             seen = self._seen
             if casts and seen is not None and seen.holds(weights, tie, Shared.changes):
                 Shared.hits += len(weights)
-            elif is_fake(weights[0]):  # a graph splitter is asking for shapes
-                return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
             else:
                 now = Seen.of(weights, tie)  # before they are read
                 self._make(weights, grads, casts, nodes)
-                self._seen = None if captured else now._replace(changes=Shared.changes)
+                seen = now._replace(changes=Shared.changes)
+                self._seen = None if captured or self._dynamic else seen
             # The regions of a graph that is in no scope are scopes of their own: a node for each.
             take = traced if self._scoped else traced_alone
             return [

@@ -100,6 +100,7 @@ class WeightPlan:
     def _take_out(self, casts: dict[fx.Node, int]) -> tuple[Hoisted, Weights]:
         hoisted = hoist(self._graph_module, self._inputs, casts)
         lasting = [self._lasting and static for static in hoisted.static]
+        sizes = [n for i in hoisted.weights for n in hoisted.arguments[i].shape]
         parts = []
         for lifetime in set(lasting):
             places = [i for i, lasts in enumerate(lasting) if lasts is lifetime]
@@ -109,6 +110,7 @@ class WeightPlan:
                 lasting=lifetime,
                 scoped=self._scoped,
                 keep_memory=self._keep_memory,
+                dynamic=any(isinstance(n, torch.SymInt) for n in sizes),
             )
             parts.append((places, part))
         return hoisted, parts[0][1] if len(parts) == 1 else Parts(parts)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from autocast_backend import clear_weight_cache, multi_cast
@@ -361,6 +363,35 @@ def test_there_and_back(change: Callable[..., None], lifetime: str) -> None:
         assert not torch.equal(other(x), before)
         change(weights, averages)
         assert torch.equal(one(x), before)
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_a_weight_of_another_size_at_the_same_address(lifetime: str) -> None:
+    """The same tensor, memory and version; the graph takes all sizes."""
+    memory = data(32, 8)
+    weight, x = nn.Parameter(memory[:4], requires_grad=False), data(3, 8)
+    compiled = torch.compile(torch.nn.functional.linear, **ours(weight_cache=lifetime))
+    sizes = []
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(force_parameter_static_shapes=False), torch.no_grad(), bf16():
+        for size in (4, 6, 7, 8, 9):
+            weight.data = memory[:size]
+            sizes.append(compiled(x, weight).shape[1])
+    assert sizes == [4, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_casts_without_memory_are_for_those_who_ask_for_shapes(lifetime: str) -> None:
+    torch._dynamo.reset()
+    for frozen in (True, False):
+        layer, x = nn.Linear(8, 8).requires_grad_(not frozen), data(3, 8)
+        compiled = torch.compile(layer, **ours(weight_cache=lifetime))
+        with bf16():
+            for shapes in (True, False, True, False):
+                mode = FakeTensorMode(allow_non_fake_inputs=True) if shapes else nullcontext()
+                with mode:
+                    results = [compiled(x) for _ in range(2)]
+                assert {isinstance(result, FakeTensor) for result in results} == {shapes}
 
 
 def writes_to_data(weight: nn.Parameter) -> None:
