@@ -200,6 +200,16 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def outside_of_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """Switch off the modes of `__torch_function__`, a user's or that of a default device."""
+    return torch._C.DisableTorchFunction()
+
+
+def in_function_mode() -> bool:
+    """Whether a call of PyTorch's would be given to such a mode."""
+    return torch._C._is_torch_function_mode_enabled()
+
+
 @contextlib.contextmanager
 def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
     """The contexts a compiler needs outside of Dynamo's compilation, for fake inputs."""

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.aot import in_dispatch_mode, outside_of_modes
+from .._torch.aot import (
+    in_dispatch_mode,
+    in_function_mode,
+    outside_of_function_modes,
+    outside_of_modes,
+)
 from .._torch.hooks import saved_tensor_hooks_are_on, saved_tensor_hooks_off
 
 
@@ -92,6 +97,9 @@ def _cast_into_cache() -> Tensor:
     """
     if torch.is_inference_mode_enabled() or in_dispatch_mode():
         with outside_of_modes(), torch.inference_mode(False):
+            return _cast_into_cache()
+    if in_function_mode():
+        with outside_of_function_modes():
             return _cast_into_cache()
     if not torch.is_grad_enabled():
         with torch.enable_grad():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocast_backend import clear_weight_cache, weight_cache_info
@@ -60,8 +61,18 @@ def test_a_scope_is_one_life_of_eagers_cache() -> None:
         assert current_scope() is not outermost
 
 
+class Adds(TorchFunctionMode):
+    """Gives all products of matrices another autograd node."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result + 1 if function is torch.mm else result
+
+
 @pytest.mark.parametrize(
-    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad, FakeTensorMode, Watching]
+    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad, FakeTensorMode, Watching, Adds]
 )
 def test_a_scope_can_start_in_any_mode(mode: Any) -> None:
     with bf16():
