@@ -309,6 +309,9 @@ class Weight(torch.Tensor):
     def __init__(self, values: torch.Tensor, product: bool) -> None:
         self.values_, self.product = values, product
 
+    def __repr__(self) -> str:
+        return f"Weight(product={self.product})"
+
     def __tensor_flatten__(self) -> tuple[list[str], bool]:
         return ["values_"], self.product
 
