@@ -184,7 +184,8 @@ def _by_address(value: object) -> str:
 
 def comes_with_torch(target: Any) -> bool:
     """Whether a call is of PyTorch's own code, not of a custom op or a user's function."""
-    return _target(target).startswith(_WITH_TORCH)
+    name = _target(target)
+    return name.startswith(_WITH_TORCH) and " at 0x" not in name
 
 
 _WITH_TORCH = ("torch.", "aten.", "method:", "_operator.")

@@ -274,6 +274,8 @@ def test_a_function_under_the_name_of_pytorchs_is_another_question(fake_mode: An
     def function(x: torch.Tensor) -> torch.Tensor:
         return x @ x
 
+    assert verdicts.comes_with_torch(F.hardswish)
+    assert not verdicts.comes_with_torch(function)
     x = torch.empty(4, 4)
     for f, untouched in ((F.hardswish, 1), (function, 0)):
         assert lower_with_report(graph_of(f, (x,), {}, STATE), STATE).untouched == untouched
