@@ -68,17 +68,37 @@ def made_with() -> str:
     return f"{torch.__version__} {torch.version.git_version} {source.hexdigest()} {processor}"
 
 
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+]
+
+
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The compilers' configuration of this moment, to be entered again later: patches are local to
-    a `with` block and to a thread, and a backward may run outside of both."""
+    """The compilers' configuration of this moment, and the switches that choose what an op is made
+    of, to be entered again later: patches and `sdpa_kernel` are local to a `with` block, patches to
+    a thread as well, and a backward may run outside of both."""
     from torch._functorch import config as functorch
 
     modules = [functorch, sys.modules.get("torch._inductor.config")]
     before = [(module, module.get_config_copy()) for module in modules if module is not None]
+    switches = [get() for get, _ in _SWITCHES]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            for (get, put), value in zip(_SWITCHES, switches, strict=True):
+                if (current := get()) != value:
+                    stack.callback(put, current)
+                    put(value)
             for module, values in before:
                 now = module.get_config_copy()
                 changed = {k: v for k, v in values.items() if k in now and now[k] != v}

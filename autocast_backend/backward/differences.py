@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from .._torch.aot import outside_of_modes
 from .._torch.autocast import has_autocast_kernel
 from .._torch.dynamo import is_higher_order_op
 from .._torch.kernels import calls_others
@@ -54,11 +56,21 @@ def calls_of(module: fx.GraphModule) -> list[Call]:
 
 def body_of(module: fx.GraphModule, node: fx.Node) -> str:
     """The code of the graph that a `get_attr` node reads for a higher-order op, and of the graphs
-    inside of it; else nothing."""
+    inside of it; or what is in the tensor that it reads, a constant; else nothing."""
     value = attribute(module, node) if node.op == "get_attr" else None
+    if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        return _contents(value) if plain and value.layout is torch.strided else ""
     if not isinstance(value, fx.GraphModule):
         return ""
     return "".join(str(m.code) for m in value.modules() if isinstance(m, fx.GraphModule))
+
+
+def _contents(constant: torch.Tensor) -> str:
+    with outside_of_modes(), torch.no_grad():
+        values = constant.detach().cpu().contiguous().flatten()
+        digest = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return f"{constant.dtype} {tuple(constant.shape)} {digest}"
 
 
 def attribute(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -114,9 +126,12 @@ def is_plain(forward: fx.GraphModule) -> bool:
 
 
 def autocast_acts_on(node: fx.Node, device_types: Sequence[str]) -> bool:
-    """Whether autocast has a kernel for the op that was called, before it was decomposed, or for
-    one that its own kernel calls; or it is a higher-order op, whose body may call one."""
-    op = node.meta.get("original_aten") or node.target
-    if isinstance(op, OpOverload):
-        return has_autocast_kernel(op, device_types) or calls_others(op, device_types)
-    return is_higher_order_op(op)
+    """Whether autocast has a kernel for the op that was called, before it was decomposed or after,
+    or for one that its own kernel calls; or it is a higher-order op, whose body may call one."""
+    for op in (node.meta.get("original_aten"), node.target):
+        if isinstance(op, OpOverload):
+            if has_autocast_kernel(op, device_types) or calls_others(op, device_types):
+                return True
+        elif is_higher_order_op(op):
+            return True
+    return False

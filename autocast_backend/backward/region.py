@@ -141,6 +141,7 @@ class Region:
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             stack.enter_context(self.configs())
+            stack.enter_context(torch.inference_mode(False))  # a backward may run in it
             stack.enter_context(torch.set_grad_enabled(self.grad))
             return trace_joint_graph(self.compile_graph, graph_module, self.inputs, regions(key))
 
@@ -249,6 +250,7 @@ class Backward:
             stack.enter_context(outside_of_modes())
             stack.enter_context(self._training.contexts())
             stack.enter_context(self._region.configs())
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(own_cache_entries())
             inputs = self._placeholders(graph, args)
             code = _boxed(compile_backward(graph, inputs))

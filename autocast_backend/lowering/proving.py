@@ -269,7 +269,7 @@ def looks_mutating(node: fx.Node) -> bool:
     name = name.partition(".")[0]
     in_place = name.endswith("_") and not name.endswith("__")
     by_operator = node.target in _IN_PLACE_OPERATORS or name in ("setitem", "__setitem__")
-    return in_place or by_operator or bool({"out", "inplace"} & node.kwargs.keys())
+    return in_place or by_operator or any(node.kwargs.get(key) for key in ("out", "inplace"))
 
 
 _IN_PLACE_OPERATORS = frozenset(

@@ -217,3 +217,29 @@ def test_an_error_where_the_op_would_see_another_state() -> None:
     with pytest.raises(BackwardAutocastError, match="assumes off; in eager mode"):
         step(Probed.apply, "off", "bf16", **ours(**options))
     assert step(Probed.apply, "bf16", "off", **ours(**options)) == (SAYS["bf16"], SAYS["off"])
+
+
+def test_a_constant_that_hangs_on_the_state() -> None:
+    """The traces of two states are the same but for what is in it."""
+
+    @torch.library.custom_op(f"{NAMESPACE}::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @twice.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        under_autocast = torch.is_autocast_enabled("cpu")
+        return grad * torch.tensor([2.0, 3.0] if under_autocast else [5.0, 7.0])
+
+    twice.register_autograd(backward)
+    compiled = torch.compile(lambda x: twice(x), **ours())
+    for state, expected in (("off", [5.0, 7.0]), ("bf16", [2.0, 3.0])):
+        x = torch.ones(2, requires_grad=True)
+        result = compiled(x)
+        with torch.autocast(**STATES[state]):
+            result.sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == expected

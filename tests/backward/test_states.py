@@ -10,20 +10,24 @@ states differ.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autocast_backend import BackwardAutocastWarning
 from tests.backward.support import (
     EAGER,
+    OFF,
     STATES,
     STOCK,
     Steps,
@@ -271,3 +275,75 @@ def test_each_size_of_a_dynamic_graph_follows_the_state() -> None:
     forget_variants()
     assert_same_bits(results(**ours()), results(**EAGER))
     assert variants() == 2
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x.sin(), x.cos()).sin()
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return ((x * torch.tensor([0.1, 0.2, 0.3, 0.4] * 2)).float().sin() @ x.mT).sin()
+
+
+@contextlib.contextmanager
+def float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("forward", [OFF, BF16], ids=["off", "bf16"])
+@pytest.mark.parametrize("backward", [OFF, BF16], ids=["off", "bf16"])
+@pytest.mark.parametrize(
+    ("function", "around_forward", "around_backward"),
+    [
+        (attention, lambda: sdpa_kernel(SDPBackend.MATH), contextlib.nullcontext),
+        (attention, contextlib.nullcontext, lambda: sdpa_kernel(SDPBackend.MATH)),
+        (scaled, contextlib.nullcontext, float64_by_default),
+        (scaled, contextlib.nullcontext, torch.inference_mode),
+    ],
+    ids=["sdpa-forward", "sdpa-backward", "default-dtype", "inference"],
+)
+def test_switches_are_those_of_the_forward(
+    function: Any, around_forward: Any, around_backward: Any, forward: Any, backward: Any
+) -> None:
+    """A backward is traced when it is first called, in another place of the program."""
+
+    def gradient(function: Any) -> torch.Tensor:
+        x = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with around_forward(), torch.autocast(**forward):
+            loss = function(x).float().sum()
+        with around_backward(), torch.autocast(**backward):
+            loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch._dynamo.reset()
+    expected = gradient(function)
+    actual = gradient(torch.compile(function, **ours()))
+    assert torch.equal(actual, expected)
+
+
+def bmm_for_softmax(grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
+    dot = torch.bmm(grad.unsqueeze(1), output.unsqueeze(2)).squeeze(2)
+    return (output * (grad - dot)).to(dtype)
+
+
+def test_an_inner_compiler_that_decomposes_into_what_autocast_casts() -> None:
+    inner = aot_autograd(
+        fw_compiler=lambda module, inputs: module,
+        decompositions={torch.ops.aten._softmax_backward_data.default: bmm_for_softmax},
+    )
+
+    def gradient(backward: Mapping[str, Any]) -> torch.Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        compiled = torch.compile(lambda x: x.softmax(-1) * torch.arange(8.0), **ours(inner))
+        loss = compiled(x).sum()
+        with torch.autocast(**backward):
+            loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(BF16), gradient(OFF))
