@@ -50,7 +50,7 @@ def check_out(grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[
     _check_out_but_overlaps(grads, scale, dtype, out)
     # A gradient may be written where it is.
     others = [g for g, o in zip(grads, out, strict=True) if not reference.is_same_memory(g, o)]
-    reference.check_no_overlap(_OP, "grads", others, out)
+    reference.check_no_overlap(_OP, {"grads": others, "scale": [scale]}, out)
 
 
 def _check_out_but_overlaps(

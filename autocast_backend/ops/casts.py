@@ -107,7 +107,7 @@ def unscale_cast(
         RuntimeError: another dtype; ``scale`` of another dtype or more elements; tensors on other
             devices than ``scale``; one that is not floating or dense, or whose memory was freed;
             one that requires grad while gradients are on, or has a tangent of forward-mode AD;
-            ``out`` does not fit, or shares memory with others of ``grads`` or in itself.
+            ``out`` does not fit, or shares memory with ``scale``, others of ``grads`` or in itself.
     """
     _check_tensors("grads", grads)
     if not isinstance(scale, Tensor):

@@ -8,7 +8,7 @@ need it on every tier, for devices without a kernel, have theirs in ``_<op>.py``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -225,21 +225,29 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def check_no_overlap(op: str, argument: str, tensors: list[Tensor], out: list[Tensor]) -> None:
-    ranges = [(*_byte_range(tensor), False) for tensor in tensors if tensor.numel() > 0]
-    ranges += [(*_byte_range(tensor), True) for tensor in out if tensor.numel() > 0]
+def check_no_overlap(op: str, read: Mapping[str, list[Tensor]], out: list[Tensor]) -> None:
+    """`read`: the tensors of each argument that is."""
+    ranges = [
+        (*_byte_range(tensor), argument)
+        for argument, tensors in {**read, "out": out}.items()
+        for tensor in tensors
+        if tensor.numel() > 0
+    ]
+    reader, *_ = read
     read_until = written_until = 0
-    for begin, end, written in sorted(ranges):
+    for begin, end, argument in sorted(ranges):
+        written = argument == "out"
         if begin < written_until or (written and begin < read_until):
+            other = argument if not written else reader if begin < read_until else next(iter(read))
             raise fail(
                 op,
-                f"argument 'out' must not overlap with '{argument}' or in itself, first byte to "
+                f"argument 'out' must not overlap with '{other}' or in itself, first byte to "
                 "last; pass tensors made with torch.empty_like(tensor, dtype=dtype)",
             )
         if written:
             written_until = max(written_until, end)
-        else:
-            read_until = max(read_until, end)
+        elif end > read_until:
+            read_until, reader = end, argument
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
@@ -264,7 +272,7 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
     check_multi_cast_out(tensors, dtype, out)
-    check_no_overlap("multi_cast", "tensors", tensors, out)
+    check_no_overlap("multi_cast", {"tensors": tensors}, out)
     for tensor, result in zip(tensors, out, strict=True):
         result.copy_(tensor)
 

@@ -76,9 +76,10 @@ inline void check_no_overlap(const OutOf& of, const std::vector<ByteRange>& read
   }
 }
 
-// `out` fits `tensors` one by one, and its memory is its own.
-inline void check_out(const OutOf& of, const TensorList& tensors, ScalarType dtype,
-                      const TensorList& out) {
+// `out` fits `tensors` one by one, and its memory is its own. What is written, by its place in
+// memory.
+inline std::vector<ByteRange> check_out(const OutOf& of, const TensorList& tensors,
+                                        ScalarType dtype, const TensorList& out) {
   if (out.size() != tensors.size()) {
     fail(of.op, "argument 'out' must hold as many tensors as '" + of.argument + "', " +
                     std::to_string(tensors.size()) + ", got " + std::to_string(out.size()));
@@ -123,6 +124,7 @@ inline void check_out(const OutOf& of, const TensorList& tensors, ScalarType dty
     written.emplace_back(out[i], to, aoti_torch_dtype_element_size(code));
   }
   check_no_overlap(of, read, written);
+  return written;
 }
 
 }  // namespace smart_autocast

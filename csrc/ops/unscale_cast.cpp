@@ -13,7 +13,7 @@
 // or NaN, else 0; what the product makes infinite does not count. A NaN stays a NaN, of any bits.
 //
 // `out`: into these tensors, of `dtype` and the shapes of `grads`, each with memory of its own, or
-// grads[i] itself as out[i]. The result is found_inf.
+// grads[i] itself as out[i]; none that `scale` is in. The result is found_inf.
 //
 // `grads` are floating (float8 too), of any shapes, strides and mixed dtypes, on the device of
 // `scale`, a float32 tensor of one element that is never read on the host. `dtype` is float64,

@@ -7,6 +7,7 @@
 #include "tensor_list.h"
 
 #include <string>
+#include <vector>
 
 namespace smart_autocast {
 
@@ -44,11 +45,14 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
   }
 }
 
-// A gradient may be written where it is.
+// A gradient may be written where it is; the scale may not, which is read until all is written.
 inline void check_unscale_cast_out(const TensorList& grads, const OwnedTensor& scale,
                                    ScalarType dtype, const TensorList& out) {
   check_unscale_cast(grads, scale, dtype);
-  check_out({.op = "unscale_cast", .argument = "grads", .may_be_itself = true}, grads, dtype, out);
+  std::vector<ByteRange> written = check_out(
+      {.op = "unscale_cast", .argument = "grads", .may_be_itself = true}, grads, dtype, out);
+  check_no_overlap({.op = "unscale_cast", .argument = "scale", .may_be_itself = false},
+                   {ByteRange(scale, Geometry(scale), sizeof(float))}, written);
 }
 
 }  // namespace smart_autocast

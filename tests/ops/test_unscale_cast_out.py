@@ -98,6 +98,16 @@ def test_errors() -> None:
     refused(overlap, grads[0].t(), y)  # nor in the same order
     with pytest.raises(RuntimeError, match=overlap):
         unscale_cast(grads[1:], SCALE, bf16, out=[grads[1].view(bf16)])
+    scales = torch.full((3,), 2.0)
+    for out in (scales[1:2], scales):  # the scale itself, and what it is in
+        grads = [torch.ones_like(out)]
+        for some in (grads, [out]):  # in place, too
+            with pytest.raises(RuntimeError, match="'out' must not overlap with 'scale'"):
+                unscale_cast(some, scales[1], out=[out])
+    assert torch.equal(scales, torch.full((3,), 2.0))
+    unscale_cast([torch.ones(1), torch.empty(0)], scales[1], out=[scales[:1], scales[1:1]])
+    assert scales.tolist() == [0.5, 2, 2]
+    grads = [sample(f32, 4, 4), sample(f16, 4)]
     with pytest.raises(RuntimeError, match="it has no gradient, but a tensor requires grad"):
         unscale_cast(grads, SCALE, out=[x, y.clone().requires_grad_()])
     with pytest.raises(TypeError, match="'out' must be a list or tuple of tensors, got Tensor"):

@@ -78,7 +78,7 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
     reference.check_multi_cast_out(tensors, dtype, out)
-    reference.check_no_overlap("multi_cast", "tensors", tensors, out)
+    reference.check_no_overlap("multi_cast", {"tensors": tensors}, out)
     rows = _Rows()
     for tensor, result in zip(tensors, out, strict=True):
         if tensor.stride() == result.stride() and _has_kernel(tensor, dtype):
