@@ -36,14 +36,17 @@ import torch
 import autocast_backend.ops as ops
 
 tensors = [torch.randn(1000 + i, device="cuda") for i in range(9)]
+many = [torch.randn(10 + i % 7, device="cuda") for i in range(400)]  # a large table
 scale = torch.tensor(2.0, device="cuda")
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
-    cast = torch.ops.smart_autocast.multi_cast(tensors, torch.bfloat16)
-    unscaled, _ = torch.ops.smart_autocast.unscale_cast(tensors, scale, torch.float32)
     stats = torch.ops.smart_autocast.cast_with_stats(tensors[0], torch.bfloat16)[1]
+    cast = torch.ops.smart_autocast.multi_cast(tensors, torch.bfloat16)
+    cast_many = torch.ops.smart_autocast.multi_cast(many, torch.float16)
+    unscaled, _ = torch.ops.smart_autocast.unscale_cast(tensors, scale, torch.float32)
 graph.replay()
 print("RIGHT", all(torch.equal(a, b.bfloat16()) for a, b in zip(cast, tensors)),
+      all(torch.equal(a, b.half()) for a, b in zip(cast_many, many)),
       all(torch.equal(a, b / 2) for a, b in zip(unscaled, tensors)),
       stats[0].item() == tensors[0].abs().max().item())
 """
@@ -70,10 +73,10 @@ def test_a_library_for_this_gpu() -> None:
 
 
 def test_the_first_calls_may_be_captured() -> None:
-    """The kernels are loaded, and asked how many registers they need, while nothing may be waited
-    for."""
+    """The library joins the GPU's context, its kernels are loaded, and asked how many registers they
+    need, while nothing may be waited for; the first call is one that begins with memory set to 0."""
     said, errors = run(CAPTURED)
-    assert said == {"RIGHT": "True True True"}, errors
+    assert said == {"RIGHT": "True True True True"}, errors
 
 
 def test_a_library_for_other_gpus() -> None:

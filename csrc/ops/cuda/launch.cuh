@@ -15,6 +15,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -30,11 +31,60 @@ inline void check(cudaError_t error) {
   STD_CUDA_CHECK(error);
 }
 
+// While it lives, this thread may do what PyTorch forbids while a CUDA graph is captured, because
+// the graph has no place for it; such as loading code.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  // What worked before fails only for an error of earlier work, which is not this one's to report.
+  ~RelaxedCapture() {
+    if (cudaThreadExchangeStreamCaptureMode(&mode_) != cudaSuccess) {
+      cudaGetLastError();
+    }
+  }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one to go back to
+};
+
+// Calls work() once for each GPU, again if it threw, and perhaps twice if two threads begin at
+// once. `done` has a bit for each GPU; those beyond 64 share them.
+template <typename Work>
+void once_for(int32_t device, std::atomic<uint64_t>& done, const Work& work) {
+  const uint64_t bit = uint64_t{1} << (device & 63);
+  if ((done.load(std::memory_order_acquire) & bit) == 0) {
+    const RelaxedCapture relaxed;
+    work();
+    done.fetch_or(bit, std::memory_order_release);
+  }
+}
+
+// The first use of this library's CUDA runtime on a GPU joins its context, and may load all code
+// that there is for it: here, for that call may be one that a graph captures.
+inline void attach(int32_t device) {
+  static std::atomic<uint64_t> done{0};
+  once_for(device, done, [] { check(cudaFree(nullptr)); });
+}
+
+// Kernels are loaded when something is first asked of them: of the large tables', too, which a
+// later call in a capture may be the first to launch.
+template <auto... kKernels>
+void load(int32_t device) {
+  static std::atomic<uint64_t> done{0};
+  once_for(device, done, [] {
+    cudaFuncAttributes attributes;
+    (check(cudaFuncGetAttributes(&attributes, kKernels)), ...);
+  });
+}
+
 // How many blocks of a kernel one processor of the GPU has room for, by the registers it needs.
 // Asked once: where GPUs of two kinds are in a process, it is what the first of them has.
 template <auto kKernel>
 int blocks_per_processor() {
   static const int blocks = [] {
+    const RelaxedCapture relaxed;
     int found = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kKernel, kThreads, 0));
     return found;
@@ -43,11 +93,14 @@ int blocks_per_processor() {
 }
 
 struct Launch {
+  int32_t device;
   int processors = 0;
   bool large_tables = false;
   cudaStream_t stream = nullptr;
 
-  explicit Launch(int32_t device) {
+  // `device` is the current one.
+  explicit Launch(int32_t device) : device(device) {
+    attach(device);
     int driver = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     check(cudaDriverGetVersion(&driver));
@@ -61,14 +114,18 @@ struct Launch {
   // would begin when others end, and have the GPU to themselves.
   template <auto kKernel>
   int64_t blocks_at_once() const {
+    load<kKernel>(device);
     return int64_t{processors} * blocks_per_processor<kKernel>();
   }
 };
 
-// start(table, blocks) launches a kernel; kKernel: the one for small tables.
-template <auto kKernel, typename Start>
+// start(table, blocks) launches a kernel: kSmall or kLarge, by the table's capacity.
+template <auto kSmall, auto kLarge, typename Start>
 void start_tables(const Launch& launch, const std::vector<Entry>& entries, const Start& start) {
-  for_each_table(entries, launch.large_tables, launch.blocks_at_once<kKernel>(),
+  if (launch.large_tables) {
+    load<kLarge>(launch.device);
+  }
+  for_each_table(entries, launch.large_tables, launch.blocks_at_once<kSmall>(),
                  [&](const auto& table, unsigned blocks) {
                    start(table, blocks);
                    check(cudaGetLastError());

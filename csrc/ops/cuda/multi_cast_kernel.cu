@@ -19,11 +19,12 @@ namespace {
 template <typename To, typename From>
 void cast_all(const Launch& launch, const std::vector<Entry>& entries, int32_t beyond) {
   constexpr auto kSmall = multi_cast_kernel<To, From, kSmallTable>;
-  start_tables<kSmall>(launch, entries,
-                       [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-                         multi_cast_kernel<To, From, kCapacity>
-                             <<<blocks, kThreads, 0, launch.stream>>>(table, beyond);
-                       });
+  constexpr auto kLarge = multi_cast_kernel<To, From, kLargeTable>;
+  start_tables<kSmall, kLarge>(launch, entries,
+                               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+                                 multi_cast_kernel<To, From, kCapacity>
+                                     <<<blocks, kThreads, 0, launch.stream>>>(table, beyond);
+                               });
 }
 
 using CastAll = void (*)(const Launch&, const std::vector<Entry>&, int32_t);

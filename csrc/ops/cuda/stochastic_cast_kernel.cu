@@ -19,7 +19,8 @@ template <typename To>
 void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid grid, int32_t beyond,
                uint64_t seed, uint64_t counter) {
   constexpr auto kSmall = stochastic_cast_kernel<To, kSmallTable>;
-  start_tables<kSmall>(
+  constexpr auto kLarge = stochastic_cast_kernel<To, kLargeTable>;
+  start_tables<kSmall, kLarge>(
       launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
         stochastic_cast_kernel<To, kCapacity>
             <<<blocks, kThreads, 0, launch.stream>>>(table, grid, beyond, seed, counter);

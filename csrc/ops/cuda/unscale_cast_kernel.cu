@@ -20,11 +20,12 @@ template <typename To, typename From>
 void unscale_all(const Launch& launch, const std::vector<Entry>& entries, const float* scale,
                  float* found_inf) {
   constexpr auto kSmall = unscale_cast_kernel<To, From, kSmallTable>;
-  start_tables<kSmall>(launch, entries,
-                       [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-                         unscale_cast_kernel<To, From, kCapacity>
-                             <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
-                       });
+  constexpr auto kLarge = unscale_cast_kernel<To, From, kLargeTable>;
+  start_tables<kSmall, kLarge>(
+      launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+        unscale_cast_kernel<To, From, kCapacity>
+            <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
+      });
 }
 
 struct Kernel {
