@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.harness import Row
-from benchmarks.machine import load_average, machine_facts, machine_slug
+from benchmarks.machine import kernel_tier, load_average, machine_facts, machine_slug
 
 RESULTS = Path(__file__).resolve().parent / "results"
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -60,7 +60,8 @@ class Answer:
         question: its name; also the name of its file.
         settings: the flags it ran with.
         device: "cpu" or "cuda"; decides which machine name the results are kept under.
-        machine: `machine_facts()` when it began; the load average is added again at the end.
+        machine: `machine_facts()` when it began; the load average is added again at the end, and as
+            `kernels` the tier of this package's kernels on the device.
         sections: the measurements by name, JSON-ready.
         targets: what they were compared with.
         complete: whether it holds all that was asked for; not while the question goes on.
@@ -76,7 +77,12 @@ class Answer:
 
     @classmethod
     def to(cls, question: str, flags: argparse.Namespace) -> Answer:
-        """An empty answer to a question that was asked with these flags."""
+        """An empty answer to a question that was asked with these flags.
+
+        Raises:
+            RuntimeError: there are no such kernels as SMART_AUTOCAST_KERNELS names.
+        """
+        kernel_tier(flags.device)
         settings = {name: value for name, value in vars(flags).items() if name != "out"}
         return cls(question=question, settings=settings, device=flags.device)
 
@@ -105,6 +111,7 @@ class Answer:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.question}.json"
         self.machine["load_average_after"] = load_average()
+        self.machine["kernels"] = kernel_tier(self.device)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
 

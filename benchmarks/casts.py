@@ -45,8 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         flags.models = [name for name in MODELS if flags.device == "cuda" or "1.3b" not in name]
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
-    settings = {name: value for name, value in vars(flags).items() if name != "out"}
-    answer = Answer(question="casts", settings=settings, device=flags.device)
+    answer = Answer.to("casts", flags)
     for cast_set in cast_sets(largest_kib=flags.largest * 2**10, models=flags.models):
         if flags.sets is None or any(part in cast_set.name for part in flags.sets):
             _measure(cast_set, flags, answer)

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
+from autocast_backend._native import TIER_VARIABLE
 from benchmarks.answer import RESULTS, text_table
 from benchmarks.machine import machine_facts, machine_slug
 
@@ -52,7 +53,8 @@ EQUALITY_TESTS = "tests/test_equality_cuda.py"
 MODEL_TESTS = ("tests/weights", "tests/backward", "tests/examples", "tests/benchmarks")
 """Where other tests for a GPU are, beside tests/ops; the rest needs packages that may be absent."""
 _CAST, _OTHERS = "tests/ops/test_multi_cast_cuda.py", "tests/ops/test_list_casts_cuda.py"
-RACE_TESTS = (f"{_OTHERS}::test_cast_with_stats",)
+_TIER = f"{_CAST}::test_kernel_is_registered"
+RACE_TESTS = (_TIER, f"{_OTHERS}::test_cast_with_stats")
 MEMORY_TESTS = (
     # float32 to bfloat16 and float8, and back: vectors of all widths.
     *(f"{_CAST}::test_sizes_and_alignment[source{i}-target{i}]" for i in (9, 10, 19)),
@@ -93,7 +95,8 @@ def stages(out: Path) -> list[Stage]:
     """The stages by their value. What they make goes to `out`, JSON to this machine's results."""
     python = sys.executable
     build = ("setup.py", "--quiet", "build_ext", "--inplace", "egg_info")  # installs nothing
-    triton = ("env", "SMART_AUTOCAST_KERNELS=triton")
+    # Where the CUDA library does not load, others would take its place, and have its names.
+    native, triton = (("env", f"{TIER_VARIABLE}={tier}") for tier in ("native", "triton"))
     # What a broken kernel leaves behind fails every test after it.
     test = (python, "-m", "pytest", *PYTEST, "--maxfail=25", "-m", "gpu")
     demo = (python, "examples/train_digits.py", "--device", "cuda", "--out")
@@ -105,10 +108,10 @@ def stages(out: Path) -> list[Stage]:
     plan: list[tuple[str, tuple[str, ...], float]] = [
         ("build", (python, *build), 120),
         ("info", (python, "-m", "autocast_backend.cli", "info"), 20),
-        ("tests-native", (*test, "tests/ops"), 110),
-        ("casts", ask("casts", "--rounds", "12"), 100),
-        ("launch", ask("launch", "--rounds", "10"), 90),
-        ("fused", ask("fused", "--rounds", "10"), 70),
+        ("tests-native", (*native, *test, "tests/ops"), 110),
+        ("casts", (*native, *ask("casts", "--rounds", "12")), 100),
+        ("launch", (*native, *ask("launch", "--rounds", "10")), 90),
+        ("fused", (*native, *ask("fused", "--rounds", "10")), 70),
         ("roofline", ask("roofline"), 20),
         ("tests-equality", (*test, EQUALITY_TESTS), 90),
         # Triton compiles some 150 variants, and Inductor whole models.
@@ -138,7 +141,9 @@ def sanitized() -> list[tuple[str, tuple[str, ...]]]:
     # Our kernels alone: the others take their time, and may have findings of their own, as has what
     # PyTorch asks the driver, which refuses some of it.
     options = ("--kernel-name", "kns=smart_autocast", "--report-api-errors", "no")
-    uncached = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", sanitizer, "--error-exitcode", "1")
+    # A run that finds none of them has no errors either: their tier is forced, and tested.
+    environment = ("env", f"{TIER_VARIABLE}=native", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
+    uncached = (*environment, sanitizer, "--error-exitcode", "1")
     test = (sys.executable, "-m", "pytest", *PYTEST, "-m", "gpu")
     return [
         ("memcheck", (*uncached, "--tool", "memcheck", *options, *test, *MEMORY_TESTS)),

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+import autocast_backend
+from autocast_backend._native import TIER_VARIABLE
+
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -95,6 +98,25 @@ def machine_facts() -> dict[str, object]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_average": load_average(),
     }
+
+
+def kernel_tier(device: str) -> str:
+    """The tier of the kernels that ops of this package have on "cpu" or "cuda", and why that one.
+
+    Raises:
+        RuntimeError: it is not the one that SMART_AUTOCAST_KERNELS names: numbers would stand under
+            a wrong name. Forced CUDA kernels that were not built are plain PyTorch's otherwise.
+    """
+    if device == "cuda":
+        torch.cuda.init()  # Whether the tier runs on these GPUs is seen then.
+    tier = autocast_backend.kernels().devices[device]
+    wanted = os.environ.get(TIER_VARIABLE) or tier.name
+    if tier.name != wanted:
+        raise RuntimeError(
+            f"benchmarks: expected {wanted} kernels on {device}, as {TIER_VARIABLE} has it, got "
+            f"{tier}; build the libraries (`make cuda`), or unset {TIER_VARIABLE}"
+        )
+    return str(tier)
 
 
 def machine_slug(device: str = "cpu") -> str:

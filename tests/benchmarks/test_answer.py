@@ -1,7 +1,10 @@
+import argparse
 import json
 
 import pytest
 
+from autocast_backend._native import DeviceTier
+from autocast_backend.ops import KERNEL_TIER
 from benchmarks.answer import Answer, table, text_table
 from benchmarks.harness import compare
 from benchmarks.machine import machine_facts, machine_slug
@@ -39,6 +42,26 @@ def test_the_machine_is_written_beside_the_numbers(tmp_path):
     for fact in ("cpu", "cores", "threads", "os", "python", "torch", "date"):
         assert machine[fact], f"{fact} is missing"
     assert {"load_average", "load_average_after", "gpu", "revision", "triton"} <= machine.keys()
+
+
+def test_the_kernels_that_ran_are_written_beside_the_numbers(tmp_path, monkeypatch):
+    tier = DeviceTier("triton", "the CUDA library is not built")
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
+    monkeypatch.setitem(KERNEL_TIER.devices, "cuda", tier)
+    monkeypatch.delenv("SMART_AUTOCAST_KERNELS", raising=False)
+    answer, _ = _answer()
+    answer.device = "cuda"
+    machine = json.loads(answer.save(tmp_path).read_text())["machine"]
+    assert machine["kernels"] == "triton: the CUDA library is not built"
+
+
+def test_numbers_of_other_kernels_than_were_asked_for_are_refused(monkeypatch):
+    tier = DeviceTier("reference", "the CUDA library is not built")
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
+    monkeypatch.setitem(KERNEL_TIER.devices, "cuda", tier)
+    monkeypatch.setenv("SMART_AUTOCAST_KERNELS", "native")
+    with pytest.raises(RuntimeError, match=r"expected native kernels on cuda, .* got reference: "):
+        Answer.to("casts", argparse.Namespace(device="cuda"))
 
 
 def test_revision_is_none_outside_git(tmp_path, monkeypatch):

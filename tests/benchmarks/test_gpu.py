@@ -138,12 +138,25 @@ def test_the_triton_tier_is_tested_too(monkeypatch, tmp_path):
     assert stage.command[-3:] == ("-m", "gpu", "tests/ops")
 
 
+def test_what_is_about_the_cuda_library_insists_on_it(monkeypatch, tmp_path):
+    """Where it does not load, Triton's kernels would run, and memcheck find no errors in them."""
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    monkeypatch.setattr("shutil.which", lambda *_, **__: "compute-sanitizer")
+    names = {"tests-native", "casts", "launch", "fused", "memcheck", "racecheck"}
+    plan = {stage.name: stage.command for stage in gpu.stages(tmp_path)}
+    for name, command in plan.items():
+        forced = command[:2] == ("env", "SMART_AUTOCAST_KERNELS=native")
+        assert forced == (name in names), name
+    for name in ("memcheck", "racecheck"):
+        assert any(part.endswith("::test_kernel_is_registered") for part in plan[name])
+
+
 def test_questions_take_their_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     asked = [stage.command for stage in gpu.stages(tmp_path) if "benchmarks" in stage.command]
     assert len(asked) == 7
     for command in asked:
-        question, *flags = command[3:]
+        question, *flags = command[command.index("benchmarks") + 1 :]
         module = importlib.import_module(f"benchmarks.{question}")
         if hasattr(module, "parser"):
             assert module.parser().parse_args(flags).device == "cuda"

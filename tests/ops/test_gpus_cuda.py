@@ -73,8 +73,8 @@ def test_a_library_for_this_gpu() -> None:
 
 
 def test_the_first_calls_may_be_captured() -> None:
-    """The library joins the GPU's context, its kernels are loaded, and asked how many registers they
-    need, while nothing may be waited for; the first call is one that begins with memory set to 0."""
+    """The library joins the GPU's context, and its kernels are loaded, and asked how many registers
+    they need, while nothing may be waited for; the first call begins with memory set to 0."""
     said, errors = run(CAPTURED)
     assert said == {"RIGHT": "True True True True"}, errors
 
