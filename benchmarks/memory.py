@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
     On the CPU from the profiler's record of every allocation, on CUDA from the allocator.
     """
     if device == "cuda":
+        gc.collect()  # What candidates before it left in cycles would go during the call.
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -51,6 +51,24 @@ def test_a_peak_is_what_is_held_at_one_time():
     assert 5000 <= peak_bytes(function, "cpu") < 6000
 
 
+def test_garbage_is_not_part_of_what_was_there_before(monkeypatch):
+    """On CUDA, where the allocator is asked, with an allocator that counts by hand."""
+    held, peak = [300], [300]
+
+    def collect():
+        held[0] -= 200
+
+    def step():
+        peak[0] = max(peak[0], held[0] + 50)
+
+    monkeypatch.setattr("gc.collect", collect)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: peak.__setitem__(0, held[0]))
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: held[0])
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: peak[0])
+    assert peak_bytes(lambda: (collect() if held[0] > 100 else None, step()), "cuda") == 50
+
+
 def test_decode_is_judged_by_the_limit_or_by_the_noise():
     samples = {
         "stock": [2.0],
