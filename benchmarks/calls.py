@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from benchmarks.harness import (
     L2Flush,
     Sampler,
-    cuda_sampler,
+    device_sampler,
     host_sampler,
     interleave,
     percentile,
@@ -18,8 +18,9 @@ from benchmarks.harness import (
 
 SAMPLE_SECONDS = 2e-3  # a sample takes at least that long: several calls of what takes less
 MOST_CALLS = 200
-# Until the first of them is waited for, all of them are queued, each with its results.
 MOST_CUDA_CALLS = 20
+"""All calls of a sample are queued before the first is waited for. In SAMPLE_SECONDS, by the host's
+clock, a host queues less than 1,000 launches, which is what a GPU's queue holds."""
 
 
 def sample_calls(
@@ -30,7 +31,7 @@ def sample_calls(
     Each is called once before: that compiles, and touches new memory. On a CPU, samples find caches
     and heap in one state, not in that which another function has left: those of several calls as a
     loop of such calls leaves them; those of one call, where the heap has no free memory. On a GPU
-    every call finds the L2 cache flushed.
+    they are the device's seconds, without the host's, and every call finds the L2 cache flushed.
     """
     flush = L2Flush() if device == "cuda" else None
     faults: dict[str, list[float]] = {name: [] for name in functions}
@@ -41,7 +42,7 @@ def sample_calls(
         one: Sampler = (
             host_sampler(function, calls=calls)
             if flush is None
-            else cuda_sampler(function, calls=calls, flush=flush)
+            else device_sampler(function, calls=calls, flush=flush)
         )
         before = _nothing if flush is not None else function if calls > 1 else _empty_heap
         samplers[name] = _counting_faults(one, calls, faults[name], before=before)

@@ -11,6 +11,7 @@ else (a process, a compiler) writes its own.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -69,40 +70,86 @@ def host_sampler(function: Callable[[], object], *, calls: int = 1) -> Sampler:
     return sample
 
 
-def cuda_sampler(
-    function: Callable[[], object], *, calls: int = 1, flush: Callable[[], object] | None = None
-) -> Sampler:
-    """Seconds per call between two CUDA events around `calls` calls in a row.
-
-    With `flush`, each call has its own pair of events and `flush` runs before it, outside them:
-    that is the time of a call which finds its inputs in memory, not in the L2 cache. All calls
-    are queued before the first is waited for, so the GPU is not left waiting for the host.
-    """
-
-    def all_calls() -> None:
-        for _ in range(calls):
-            function()
+def cuda_sampler(function: Callable[[], object], *, calls: int = 1) -> Sampler:
+    """Seconds per call between two CUDA events around `calls` calls in a row: what a loop of them
+    takes, which is the host's time for a call or the device's, whichever is longer."""
 
     def sample() -> float:
-        if flush is None:
-            pairs = [_events_around(all_calls)]
-        else:
-            pairs = []
-            for _ in range(calls):
-                flush()
-                pairs.append(_events_around(function))
+        start, end = _events_around(function, calls)
         torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+    return sample
+
+
+def device_sampler(
+    function: Callable[[], object], *, calls: int = 1, flush: Callable[[], object] | None = None
+) -> Sampler:
+    """Seconds per call that the device takes, between CUDA events, over `calls` calls.
+
+    Without `flush`, one pair of events is around all calls in a row. With it each call has its own
+    pair and `flush` runs before it, outside them: that is the time of a call which finds its inputs
+    in memory, not in the L2 cache.
+
+    The device first sleeps for twice as long as the host takes to queue what is between a pair, so
+    that it is not left waiting for the host. Where it woke up before all was queued, a sample is
+    taken again with a longer sleep, twice at most. A GPU's queue holds some 1,000 launches, at
+    which the host waits: with more between a pair of events, and a host that is slower than the
+    device, a sample has some of the host's time in it.
+    """
+    at_once = calls if flush is None else 1
+    to_queue: float | None = None
+
+    def sample() -> float:
+        nonlocal to_queue
+        if to_queue is None:
+            to_queue = min(_seconds_to_queue(function, at_once) for _ in range(3))
+        for longer in (2, 4, 8):
+            cycles = int(longer * to_queue * _cycles_per_second())
+            pairs, in_time = [], True
+            for _ in range(calls // at_once):
+                torch.cuda._sleep(cycles)
+                if flush is not None:
+                    flush()
+                pairs.append(_events_around(function, at_once))
+                in_time &= not pairs[-1][0].query()
+            torch.cuda.synchronize()
+            if in_time:
+                break
         return sum(start.elapsed_time(end) for start, end in pairs) / 1e3 / calls
 
     return sample
 
 
-def _events_around(function: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _events_around(
+    function: Callable[[], object], calls: int
+) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    function()
+    for _ in range(calls):
+        function()
     end.record()
     return start, end
+
+
+def _seconds_to_queue(function: Callable[[], object], calls: int) -> float:
+    """By the host's clock, with nothing before them on the device."""
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    _events_around(function, calls)
+    seconds = time.perf_counter() - before
+    torch.cuda.synchronize()
+    return seconds
+
+
+@functools.cache
+def _cycles_per_second() -> float:
+    """Of the clock that `torch.cuda._sleep` counts."""
+    cycles = 10_000_000
+    for _ in range(2):  # The first one may find the device at rest, and its clock slow.
+        start, end = _events_around(lambda: torch.cuda._sleep(cycles), 1)
+        torch.cuda.synchronize()
+    return cycles / (start.elapsed_time(end) / 1e3)
 
 
 class L2Flush:

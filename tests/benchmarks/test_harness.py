@@ -1,9 +1,18 @@
 import statistics
+import time
 
 import pytest
 import torch
 
-from benchmarks.harness import compare, cuda_sampler, host_sampler, interleave, percentile
+from benchmarks import harness
+from benchmarks.harness import (
+    compare,
+    cuda_sampler,
+    device_sampler,
+    host_sampler,
+    interleave,
+    percentile,
+)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +109,115 @@ def test_host_sampler_divides_by_the_calls(monkeypatch):
     assert len(calls) == 3
 
 
+class Gpu:
+    """One that runs what a host has queued, both by a clock of their own, in seconds."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0  # the host's
+        self.idle_from = 0.0
+        self.slept = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.at = None
+
+            def record(self):
+                gpu.queue(host=1e-6, device=0)
+                self.at = gpu.idle_from
+
+            def query(self):
+                return self.at <= gpu.now
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1e3
+
+        monkeypatch.setattr("torch.cuda.Event", Event)
+        monkeypatch.setattr("torch.cuda._sleep", self.sleep)
+        monkeypatch.setattr("torch.cuda.synchronize", self.synchronize)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        harness._cycles_per_second.cache_clear()
+
+    def queue(self, *, host, device):
+        self.now += host
+        self.idle_from = max(self.now, self.idle_from) + device
+
+    def sleep(self, cycles):
+        self.slept.append(cycles / 1.5e9)
+        self.queue(host=2e-6, device=self.slept[-1])
+
+    def synchronize(self):
+        self.now = max(self.now, self.idle_from)
+
+    def launches(self, count):
+        """A function with as many: 3 us of the host and 0.5 us of the device each."""
+
+        def function():
+            for _ in range(count):
+                self.queue(host=3e-6, device=0.5e-6)
+
+        return function
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    yield Gpu(monkeypatch)
+    harness._cycles_per_second.cache_clear()
+
+
+def test_the_device_alone_where_the_host_takes_longer(gpu):
+    function = gpu.launches(150)
+
+    def flush():
+        gpu.queue(host=3e-6, device=30e-6)
+
+    assert cuda_sampler(function, calls=20)() == pytest.approx(450e-6, rel=0.02)
+    for calls, before in ((1, flush), (4, flush), (4, None)):
+        sampler = device_sampler(function, calls=calls, flush=before)
+        for _ in range(2):
+            assert sampler() == pytest.approx(75e-6, rel=0.02)
+    assert cuda_sampler(function, calls=20)() == pytest.approx(450e-6, rel=0.02)
+
+
+def test_where_the_device_takes_longer_both_samplers_have_its_time(gpu):
+    def function():
+        gpu.queue(host=3e-6, device=1e-3)
+
+    assert cuda_sampler(function, calls=20)() == pytest.approx(1e-3, rel=0.02)
+    assert device_sampler(function, calls=20)() == pytest.approx(1e-3, rel=0.02)
+
+
+def test_a_host_that_was_slower_than_the_sleep_is_waited_for_longer(gpu):
+    pauses = iter([0, 0, 0, 2e-3, 0])  # three times it is asked how long it takes
+
+    def function():
+        gpu.now += next(pauses)
+        gpu.launches(150)()
+
+    sampler = device_sampler(function)
+    assert sampler() == pytest.approx(75e-6, rel=0.02)
+    assert gpu.slept[-2:] == pytest.approx([2 * 452e-6, 4 * 452e-6], rel=0.02)
+    pauses = iter([9e-3] * 3)  # but not for ever
+    assert sampler() > 1e-3
+
+
 @pytest.mark.gpu
-def test_cuda_sampler_times_the_device_and_flushes_before_each_call():
+def test_device_sampler_times_the_device_and_flushes_before_each_call():
     x = torch.randn(2048, 2048, device="cuda")
     flushes = []
-    sampler = cuda_sampler(lambda: x @ x, calls=4, flush=lambda: flushes.append(1))
+    sampler = device_sampler(lambda: x @ x, calls=4, flush=lambda: flushes.append(1))
     assert 0 < sampler() < 10
-    assert len(flushes) == 4
+    assert len(flushes) in (4, 8, 12)
+
+
+@pytest.mark.gpu
+def test_the_host_is_not_in_the_time_of_the_device():
+    x = torch.zeros(4, device="cuda")
+
+    def function():
+        time.sleep(2e-3)
+        x.add_(1)
+
+    assert cuda_sampler(function, calls=4)() > 1.5e-3
+    for flush in (None, lambda: None):
+        assert device_sampler(function, calls=4, flush=flush)() < 0.5e-3
