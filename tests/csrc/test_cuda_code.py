@@ -139,3 +139,17 @@ def test_thread_by_thread(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_what_is_loaded_in_a_capture(tmp_path: Path) -> None:
+    """With a CUDA runtime of the test's own, in the place of its header, too."""
+    (tmp_path / "cuda_runtime.h").write_text("#pragma once\n")
+    program = tmp_path / "emulate"
+    source = Path(__file__).with_name("emulate_captures.cpp")
+    command = [str(COMPILER), "-std=c++20", "-O1", "-DUSE_CUDA", f"-I{tmp_path}", f"-I{INCLUDE}"]
+    command += ["-DTORCH_TARGET_VERSION=0x020b000000000000", str(source), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stdout + done.stderr
