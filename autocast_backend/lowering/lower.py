@@ -49,7 +49,7 @@ class Context:
     Attributes:
         ambient: the autocast state around the compiled call.
         validate: "dtype", "strict" or "off".
-        other_dtypes: whether each call is proved for other floating-point dtypes than float32 too.
+        other_dtypes: whether each call is proved for other floating-point dtypes than it has, too.
         overrides: the option `policies`.
         overridden: the calls that it names; `propagate` finds them.
         may_stay_eager: whether a graph may be left as it is, where eager autocast shares the cast

@@ -23,7 +23,7 @@ from .planning import Candidate
 from .proving import looks_mutating
 from .recipes import Recipe, tensor_arguments
 
-OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_SINGLE = 4  # arguments that are also changed alone; a call with more is a list of tensors
 
 _Variant = Mapping[fx.Node, torch.dtype]
@@ -31,8 +31,8 @@ _Answer = tuple[str | None, Recipe | None]
 
 
 def judge_other_dtypes(candidates: list[Candidate], fake_mode: Any) -> None:
-    """Ask about every candidate again, with arguments of `OTHER_DTYPES` where they are float32: all
-    of them, and each alone. What holds for one dtype only is refused, unless the casts that eager
+    """Ask about every candidate again, with floating-point arguments of each of `DTYPES`: all of
+    them, and each alone. What holds for one dtype only is refused, unless the casts that eager
     autocast makes for another dtype hold for all."""
     known: dict[str, _Answer] = {}
     for c in candidates:
@@ -93,16 +93,16 @@ def _failure(
 
 
 def _variants(node: fx.Node) -> Iterator[_Variant]:
-    arguments = dict.fromkeys(tensor_arguments(node))
-    wide = [n for n in arguments if _is_float32(n.meta.get("example_value"))]
-    for dtype in OTHER_DTYPES if wide else ():
-        yield dict.fromkeys(wide, dtype)
-        if 1 < len(wide) <= _MOST_SINGLE:
-            yield from ({n: dtype} for n in wide)
-
-
-def _is_float32(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
+    dtypes = {
+        n: getattr(n.meta.get("example_value"), "dtype", None) for n in tensor_arguments(node)
+    }
+    floating = {n: dtype for n, dtype in dtypes.items() if dtype in DTYPES}
+    for dtype in DTYPES:
+        others = [n for n, traced in floating.items() if traced is not dtype]
+        if others:
+            yield dict.fromkeys(floating, dtype)
+        if others and 1 < len(floating) <= _MOST_SINGLE:
+            yield from ({n: dtype} for n in others)
 
 
 def _watch(

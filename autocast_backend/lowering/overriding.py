@@ -20,12 +20,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._torch.dynamo import is_higher_order_op
+from .._torch.writes import hidden_writes
 from ..policies.overrides import Override, Overrides, PolicyError
 from ..regions import Placement, find_regions, is_region_node, source_line
 from ..validation.compare import Failed, observe
 from . import recipes
 from .planning import Candidate, Overridden, touches_tensors
-from .proving import follow, looks_mutating, treats
+from .proving import follow, looks_mutating, replicas, treats
 from .recipes import Recipe
 
 
@@ -123,12 +124,32 @@ class Overrider:
 
     def _named(self, c: Candidate, fake_mode: Any) -> Override | None:
         override = self.overrides.of(c.node) if c.placement.state.enabled_devices else None
-        if override is None or looks_mutating(c.node):
+        if override is None or _writes(c, fake_mode):
             return None
         named = self.forces(c.node, c.placement) or treats(
             c, fake_mode, self.validate, self._treated
         )
         return override if named else None
+
+
+def _writes(c: Candidate, fake_mode: Any) -> bool:
+    """Whether a call writes to its arguments, as batch norm does to its running statistics: a cast
+    of these would be written to in their place."""
+    if looks_mutating(c.node) or hidden_writes(c.node):
+        return True
+    copied = replicas()
+    given: list[tuple[torch.Tensor, int]] = []
+
+    def call() -> Any:
+        target, args, kwargs = recipes.apply(
+            Recipe(), c.node, lambda _, n: copied(n.meta.get("example_value")), recipes.run
+        )
+        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        given.extend((tensor, tensor._version) for tensor in tensors)
+        return recipes.run(target, args, kwargs)
+
+    observe(call, c.placement.state, fake_mode, grad=False)
+    return any(tensor._version != version for tensor, version in given)
 
 
 def _check_off(override: Override, c: Candidate) -> None:

@@ -19,6 +19,7 @@ from .._torch.dynamo import pass_through_error
 from .._torch.ops import is_dispatched, op_name_of
 from ..spelling import nearest
 from ..state import AMBIENT_DTYPES, AutocastState
+from ..validation.verdicts import comes_with_torch
 from .table import Policy, op_name
 
 Name = tuple[str, ...]
@@ -254,4 +255,6 @@ def parse_name(path: str) -> Name:
 def _qualified_op_name(node: fx.Node) -> str:
     if is_dispatched(node.target):
         return op_name_of(node.target)[0]
+    if node.op == "call_function" and not comes_with_torch(node.target):
+        return ""  # a user's function may have the name of an op
     return f"aten::{(op_name(node) or '').partition('.')[0]}"

@@ -243,11 +243,18 @@ def differences(device_type: str) -> Differences:
 # Python names whose ATen op is called something else.
 _ATEN_NAMES = MappingProxyType(
     {
+        "and_": "bitwise_and",
         "cross_entropy": "cross_entropy_loss",
+        "floordiv": "floor_divide",
         "grid_sample": "grid_sampler",
         "interpolate": "upsample_nearest2d",  # every upsample op has the same policy
+        "invert": "bitwise_not",
+        "mod": "remainder",
         "nll_loss_nd": "nll_loss",
+        "or_": "bitwise_or",
         "rpow": "pow",
+        "truediv": "div",
+        "xor": "bitwise_xor",
     }
 )
 

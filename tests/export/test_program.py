@@ -398,3 +398,15 @@ def test_overrides() -> None:
     assert dtypes(lowered.module()(X)) == [torch.float32, torch.bfloat16, torch.float32]
     with pytest.raises(ValueError, match="third"):
         lower(program, policies={"module": {"third": "fp32"}})
+
+
+def test_a_program_of_bfloat16_inputs_is_right_for_others() -> None:
+    """Nothing of the composite's products is to be seen where the inputs have that dtype."""
+
+    def function(region: Region, x: Tensor) -> Tensor:
+        with region():
+            return torch.inner(x, x)
+
+    run = module(lower(export(function, X.bfloat16())))
+    for x in (X, X.bfloat16(), X.half()):
+        assert_same_bits(run(x), function(lambda: torch.autocast(**BF16), x))

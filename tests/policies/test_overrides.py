@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import AutocastState, lower_autocast
@@ -538,3 +539,66 @@ def test_a_module_with_two_names_that_is_not_compiled() -> None:
     for name in ("inner.layer", "inner.again"):
         with pytest.raises(ValueError, match=rf"names '{name}', whose calls Dynamo does not"):
             compile_model(Outer(), {"module": {name: "fp32"}})(torch.randn(4, 8))
+
+
+def overridden(function: Any, op: str, *inputs: torch.Tensor, policy: str = "fp32") -> Any:
+    """What a function gives under autocast with one op's policy, and how many calls that named."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"inner": "aot_eager", "policies": {"op": {op: policy}}}
+    compiled = torch.compile(function, backend="smart_autocast", options=options)
+    with torch.autocast(**BF16):
+        return compiled(*inputs), counters["smart_autocast"]["overridden"]
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda x: torch.relu(x.bfloat16()), "aten::relu"),
+        (nn.ReLU(), "aten::relu"),  # F.relu(x, inplace=False)
+        (lambda x: torch.neg(x, out=None), "aten::neg"),
+        (lambda x: x / x, "aten::div"),
+        (lambda x: x % 2, "aten::remainder"),
+    ],
+)
+def test_a_call_by_another_spelling_is_named(function: Any, op: str) -> None:
+    result, named = overridden(function, op, torch.ones(4).bfloat16())
+    assert (result.dtype, named) == (torch.float32, 1)
+
+
+@torch._dynamo.allow_in_graph
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_users_function_is_not_the_op_whose_name_it_has() -> None:
+    result, named = overridden(softmax, "aten::softmax", torch.ones(4).bfloat16())
+    assert (result.dtype, named) == (torch.bfloat16, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "op", "written"),
+    [
+        (nn.BatchNorm1d(4).bfloat16(), "aten::batch_norm", "running_mean"),
+        (
+            nn.InstanceNorm1d(4, track_running_stats=True).bfloat16(),
+            "aten::instance_norm",
+            "running_mean",
+        ),
+        (
+            nn.Embedding(4, 4, max_norm=0.1).bfloat16().requires_grad_(False),
+            "aten::embedding",
+            "weight",
+        ),
+    ],
+    ids=["batch_norm", "instance_norm", "embedding"],
+)
+def test_what_a_call_writes_to_its_arguments_is_not_lost(
+    module: nn.Module, op: str, written: str
+) -> None:
+    module.bfloat16().requires_grad_(False)
+    x = torch.arange(4) if op == "aten::embedding" else 2 + torch.rand(2, 4, 8).bfloat16()
+    before = getattr(module, written).clone()
+    _, named = overridden(module, op, x)
+    assert named == 0
+    assert not torch.equal(getattr(module, written), before)

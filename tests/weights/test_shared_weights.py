@@ -103,6 +103,14 @@ def test_brackets(function: Function, bracketed: int) -> None:
     check(function, bracketed)
 
 
+def keywords_that_say_nothing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.mm(torch.mm(x, w, out=None).relu(), w, out=None)
+
+
+def test_a_keyword_that_says_nothing() -> None:
+    check(keywords_that_say_nothing, bracketed=0)
+
+
 def views_of_arguments(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.linalg.multi_dot((w, x, w, x[0])), x @ w
 
