@@ -100,7 +100,8 @@ class Overrides:
 
     def _innermost_first(self, node: fx.Node) -> Iterator[tuple[Name, ...]]:
         """The names of each module a call stands in, also of containers such as `blocks`, which
-        nobody calls; the compiled module's own name is empty."""
+        nobody calls; the compiled module's own name is empty. Of a shared module all names count,
+        but the containers of those alone that lie in the module that called it."""
         stack = [self.names.get(i) or (parse_name(path),) for i, path in module_stack(node)]
         while stack:
             names = stack.pop()
@@ -108,8 +109,10 @@ class Overrides:
                 name[:end] for outer in stack for name in outer for end in range(len(name) + 1)
             }
             yield names
-            for end in range(max(map(len, names)) - 1, 0, -1):
-                yield tuple(name[:end] for name in names if name[:end] not in around)
+            callers = stack[-1] if stack else ()
+            reached = [n for n in names if any(n[: len(c)] == c for c in callers)] or names
+            for end in range(max(map(len, reached)) - 1, 0, -1):
+                yield tuple(name[:end] for name in reached if name[:end] not in around)
         yield ((),)
 
     def of_module(self, name: Name) -> Override | None:

@@ -602,3 +602,41 @@ def test_what_a_call_writes_to_its_arguments_is_not_lost(
     _, named = overridden(module, op, x)
     assert named == 0
     assert not torch.equal(getattr(module, written), before)
+
+
+class Caller(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class TwoCallers(nn.Module):
+    """Of one layer, which is registered in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(8, 8)
+        self.a, self.b = Caller(layer), Caller(layer)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ({"a": "fp32"}, (torch.float32, torch.bfloat16)),
+        ({"b": "fp32"}, (torch.bfloat16, torch.float32)),
+        ({"a": "fp32", "b": {"dtype": torch.float16}}, (torch.float32, torch.float16)),
+        ({"b.layer": "fp32"}, (torch.float32, torch.float32)),  # its name, whoever calls it
+    ],
+)
+def test_a_shared_module_is_in_the_module_that_calls_it(modules: Any, expected: Any) -> None:
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "policies": {"module": modules}}
+    compiled = torch.compile(TwoCallers(), backend="smart_autocast", options=options)
+    with torch.autocast(**BF16):
+        assert tuple(result.dtype for result in compiled(torch.ones(2, 8))) == expected
