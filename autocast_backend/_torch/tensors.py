@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch._subclasses import FakeTensor
 from .cuda_graphs import Place
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether `tensor.untyped_storage()` gives one: those of sparse tensors, of oneDNN's layout and
-    of some devices have none, and raise."""
-    return torch._C._has_storage(tensor)
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages of tensors, by their `_cdata`. Sparse tensors, those of oneDNN's layout and of
+    some devices have none: `untyped_storage()` raises."""
+    return {t.untyped_storage()._cdata for t in tensors if torch._C._has_storage(t)}
 
 
 def has_other_holders(owner: Any, name: str, recorded: Mapping[int, list[Place]]) -> bool:

@@ -98,11 +98,11 @@ def hidden_writes(node: fx.Node) -> list[fx.Node]:
         in_place
         or name in ("set_", "triton_kernel_wrapper_mutation")
         or gives_data_attribute(target)
-        or any(writes(node, op) for op in overloads_of(target))
+        or any(_writes(node, op) for op in overloads_of(target))
     )
     return node.all_input_nodes if hides else []
 
 
-def writes(node: fx.Node, op: torch._ops.OpOverload) -> bool:
+def _writes(node: fx.Node, op: torch._ops.OpOverload) -> bool:
     """Whether an op writes to arguments that a call gives it, by its schema."""
     return any(a.is_write and (not a.kwarg_only or a.name in node.kwargs) for a in arguments_of(op))

@@ -28,7 +28,7 @@ from ..validation.compare import (
     observe,
     observed,
 )
-from ..validation.verdicts import Verdict, Verdicts, comes_with_torch, key_of
+from ..validation.verdicts import Verdict, Verdicts, comes_with_torch, key_of, names_an_address
 from . import recipes
 from .planning import Candidate, touches_tensors
 from .recipes import Recipe, tensor_arguments
@@ -171,10 +171,13 @@ def treats(c: Candidate, fake_mode: Any, validate: str, known: dict[str, bool]) 
     if validate == "off" or not touches_tensors(c.node):
         return False
     key = key_of(c.node, None, state, c.grad, validate == "strict")
-    if key not in known:
+    answer = known.get(key)
+    if answer is None:
         verdict = _validate(c, fake_mode, validate == "strict")
-        known[key] = verdict.reason is not None or bool(verdict.found)
-    return known[key]
+        answer = verdict.reason is not None or bool(verdict.found)
+        if not names_an_address(key):  # example values are replaced between two questions
+            known[key] = answer
+    return answer
 
 
 def _weights(c: Candidate) -> list[torch.Tensor]:

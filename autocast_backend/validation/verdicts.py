@@ -69,8 +69,7 @@ class Verdict:
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
-    """Everything a verdict depends on. A key with an object's address in it means nothing once the
-    node is gone."""
+    """Everything a verdict depends on."""
     numbers: dict[int, int] = {}
 
     def leaf(argument: fx.Node) -> Any:
@@ -83,6 +82,11 @@ def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict:
     return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
 
 
+def names_an_address(key: str) -> bool:
+    """Whether a key means nothing any more once the node, or an example value, is another."""
+    return " at 0x" in key
+
+
 class Verdicts:
     """The verdicts of one graph, to be dropped before the graph is.
 
@@ -92,7 +96,7 @@ class Verdicts:
 
     def __init__(self, keys: Iterable[str]) -> None:
         lasting = () if has_rules_of_users() else keys
-        self._kept = {key for key in lasting if " at 0x" not in key}
+        self._kept = {key for key in lasting if not names_an_address(key)}
         self._here: dict[str, Verdict] = {}
         self._unsaved = False
         if len(_known) > _MEMORY_LIMIT:
@@ -185,7 +189,7 @@ def _by_address(value: object) -> str:
 def comes_with_torch(target: Any) -> bool:
     """Whether a call is of PyTorch's own code, not of a custom op or a user's function."""
     name = _target(target)
-    return name.startswith(_WITH_TORCH) and " at 0x" not in name
+    return name.startswith(_WITH_TORCH) and not names_an_address(name)
 
 
 _WITH_TORCH = ("torch.", "aten.", "method:", "_operator.")

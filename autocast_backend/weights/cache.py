@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .._torch.tensors import has_storage
+from .._torch.tensors import storages_of
 from .._torch.writes import watch_collectives, watch_hidden_writes
 from .cast import Cast, Key
 from .scope import last_scope
@@ -76,7 +76,7 @@ def _written(tensors: Iterable[torch.Tensor]) -> None:
         if not casts:  # as between contexts, where most steps are
             return
         # By their memory: an optimizer may have a parameter of its own in the place of all weights.
-        written = {t.untyped_storage()._cdata for t in tensors if has_storage(t)}
+        written = storages_of(tensors)
         spoilt = [cast for cast in casts if cast.is_in(written)]
         for cast in spoilt:
             cast.spoil()

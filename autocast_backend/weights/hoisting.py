@@ -37,7 +37,7 @@ from .._torch.dynamo import (
 )
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.fsdp import is_managed_by_fsdp
-from .._torch.tensors import has_storage, is_of_transform
+from .._torch.tensors import is_of_transform, storages_of
 from .._torch.writes import hidden_writes
 from ..graphs import copy_graph, nodes_of
 from ..lowering.writing import CACHED
@@ -355,7 +355,7 @@ def _is_written(node: fx.Node, value: Any, hidden: set[int]) -> bool:
     fake = node.meta.get("example_value")
     if not isinstance(fake, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False
-    if not hidden.isdisjoint(_storages([fake])):
+    if not hidden.isdisjoint(storages_of([fake])):
         return True
     if fake._version == 0:
         return False
@@ -367,12 +367,8 @@ def _is_written(node: fx.Node, value: Any, hidden: set[int]) -> bool:
 def _storages_of_hidden_writes(graph_module: fx.GraphModule) -> set[int]:
     calls = [node for node in nodes_of(graph_module) if node.op.startswith("call")]
     written = [argument for call in calls for argument in hidden_writes(call)]
-    return _storages([argument.meta.get("example_value") for argument in written])
-
-
-def _storages(values: Any) -> set[int]:
-    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    return {t.untyped_storage()._cdata for t in tensors if has_storage(t)}
+    values = pytree.tree_leaves([argument.meta.get("example_value") for argument in written])
+    return storages_of(value for value in values if isinstance(value, torch.Tensor))
 
 
 def _leaf_like(weight: Any, cast: Any) -> Any:
