@@ -30,7 +30,7 @@ from ._torch.kernels import kernels_opened
 from .backward.nested import is_nested_region, write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
-from .graphs import is_recorded, nodes_of
+from .graphs import is_recorded, names_of, nodes_of
 from .lowering.lower import Context, lower
 from .lowering.propagate import propagate
 from .lowering.separate import separate_bodies
@@ -222,8 +222,8 @@ def _inner(options: Options) -> Callable[..., Any]:
 def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[..., Any]:
     """Run a graph as Dynamo captured it, under the autocast state that Dynamo guards on. Bodies are
     written out whose gradients PyTorch would compute without the casts."""
-    nodes = {n.name: n for n in nodes_of(graph_module)}
-    call = nodes[context.report.keepers[0]]
+    keeper = context.report.keepers[0]
+    call = next(node for node, name in names_of(graph_module).items() if name == keeper)
     log.warning(
         "not compiled: a graph runs as in eager mode, because the casts that %s makes of weights "
         "could not be shared with other calls, as autocast shares them [%s]. If allow_in_graph "

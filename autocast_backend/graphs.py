@@ -33,6 +33,17 @@ def nodes_of(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
+def names_of(graph_module: fx.GraphModule) -> dict[fx.Node, str]:
+    """The names of the nodes of a graph and of the bodies in it. Two bodies may call nodes alike;
+    a body's nodes are named after the body, too: `wrap_body_0.add`."""
+    return {
+        node: f"{path}.{node.name}" if path else node.name
+        for path, module in graph_module.named_modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    }
+
+
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with nodes of its own, bodies of higher-order ops included, that shares parameters and
     metadata values.

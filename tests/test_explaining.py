@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import explain
 from autocast_backend._torch.dynamo import counters
@@ -68,6 +70,42 @@ def test_a_call_with_another_policy_names_the_entry_that_asked_for_it() -> None:
         assert graph.summary.overridden == {"y": entry}
         assert f"linear -> float32\n    {entry}\n" in f"{report}\n"
         assert f"<code>y: {html.escape(entry)}</code>" in report.to_html()
+
+
+class Checkpoints(nn.Module):
+    """Two bodies whose calls have one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def one(x: torch.Tensor) -> Any:
+            y = self.first(x)
+            return y.relu()
+
+        def other(x: torch.Tensor) -> Any:
+            y = self.second(x)
+            return y.relu()
+
+        return checkpoint(other, checkpoint(one, x, use_reentrant=False), use_reentrant=False)
+
+
+@pytest.mark.parametrize("modules", [["first"], ["first", "second"]])
+def test_calls_of_two_bodies_are_told_apart(modules: list[str]) -> None:
+    policies = {"module": dict.fromkeys(modules, "off")}
+    with torch.autocast(**BF16):
+        report = explain(Checkpoints(), policies=policies)(torch.randn(3, 4, requires_grad=True))
+    (graph,) = report.graphs
+    assert graph.summary.overridden == {
+        f"wrap_body_{i}.y": f"option 'policies': module '{name}' (off)"
+        for i, name in enumerate(modules)
+    }
+    assert f"{len(modules)} calls overridden" in str(graph)
+    for name in modules:
+        assert str(report).count(f"module '{name}' (off)") == 1
+    assert len({row.name for row in graph.rows}) == len(graph.rows)
 
 
 def test_without_autocast_the_report_says_so() -> None:

@@ -29,7 +29,7 @@ from torch import fx
 from .._torch.dynamo import is_numpy_call
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.kernels import kernels_opened
-from ..graphs import nodes_of, recompile
+from ..graphs import names_of, nodes_of, recompile
 from ..policies.overrides import Overrides
 from ..regions import AMBIENT, Placement, is_region_node
 from ..reports.report import Report
@@ -87,12 +87,13 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     report = context.report
     with kernels_opened():  # once for all that is observed: it takes 1.6 ms
         plans, fake_mode = _settled(graph_module, context)
-        keepers = [c.node.name for plan in plans for c in plan.candidates if c.keeps]
+        names = names_of(graph_module)
+        keepers = [names[c.node] for plan in plans for c in plan.candidates if c.keeps]
         if keepers and context.may_stay_eager:
             report.keepers = keepers
             return graph_module
         with report.timed("lowering"):
-            writers = {plan.module: Writer(plan, fake_mode, report) for plan in plans}
+            writers = {plan.module: Writer(plan, fake_mode, names, report) for plan in plans}
             for writer in writers.values():
                 writer.write()
             for writer in writers.values():

@@ -25,6 +25,7 @@ from .._torch.dynamo import (
     is_higher_order_op,
 )
 from .._torch.fake_tensors import fake_mode_of, like, running
+from ..graphs import names_of
 from ..policies.overrides import PolicyError
 from ..regions import Placement, find_regions, is_region_node
 from . import recipes
@@ -55,7 +56,8 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
             copies = [_copy(value) for value in inputs]
             outside = Placement(context.ambient, None)
             run.graph(graph_module, copies, outside, torch.is_grad_enabled())
-        context.report.overridden = {n.name: o.asked for n, o in context.overridden.items()}
+        names = names_of(graph_module)
+        context.report.overridden = {names[n]: o.asked for n, o in context.overridden.items()}
     return graph_module
 
 

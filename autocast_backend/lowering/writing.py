@@ -38,14 +38,18 @@ class Writer:
 
     Args:
         fake_mode: of the graph's example values; the casts get example values of their own.
+        names: what the report calls each node.
         report: counts what is written.
     """
 
-    def __init__(self, plan: Plan, fake_mode: Any, report: Report) -> None:
+    def __init__(
+        self, plan: Plan, fake_mode: Any, names: Mapping[fx.Node, str], report: Report
+    ) -> None:
         self.module = plan.module
         self.graph = plan.module.graph
         self.plan = plan
         self.fake_mode = fake_mode
+        self.names = names
         self.report = report
         # The casts eager autocast would find in its cache: one per weight, scope and grad mode. In
         # the body of a checkpoint, they may be operands.
@@ -64,7 +68,7 @@ class Writer:
                 weights = [(i, Policy.LOWER_PRECISION_FP) for i in c.shared]
                 recipe = recipes.of_casts(c.node, c.placement.state, weights)
                 self._rewrite(c, replace(recipe, within=c.shared_within))
-                self.report.bracketed.append(_bracketed(c))
+                self.report.bracketed.append(_bracketed(c, self.names[c.node]))
             elif c.recipe:
                 self._rewrite(c, c.recipe)
                 self.report.lowered += 1
@@ -245,7 +249,7 @@ def _runs(refused: list[Candidate]) -> Iterator[list[Candidate]]:
         yield [c for _, c in run]
 
 
-def _bracketed(c: Candidate) -> Bracketed:
+def _bracketed(c: Candidate, name: str) -> Bracketed:
     target = c.node.target
     call = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    return Bracketed(c.node.name, call, c.refused or "", source_line(c.node))
+    return Bracketed(name, call, c.refused or "", source_line(c.node))

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
 from .._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
 from .._torch.dynamo import input_name
+from ..graphs import names_of
 from ..regions import source_line
 from .report import Report
 
@@ -46,7 +47,8 @@ class Row:
     """One call of a lowered graph.
 
     Attributes:
-        name, call: the node, and what it calls.
+        name, call: the node, a body's after the name of the body (`wrap_body_0.add`), and what it
+            calls.
         arguments, results: dtypes, for the tensors the graph was made for.
         casts: the smart casts that its arguments come from.
         under: the autocast state that the call stays under; empty where it is off.
@@ -112,20 +114,28 @@ def rows_of(module: fx.GraphModule, under: Mapping[str, str] | None = None) -> I
         module: from the compiler, or the `graph_module` of an exported program.
         under: the autocast state around the graph, a dtype or "off" by device type.
     """
-    open_brackets = [under or {}]
+    yield from _rows_of_graph(module, names_of(module), under or {})
+
+
+def _rows_of_graph(
+    module: fx.GraphModule, names: Mapping[fx.Node, str], under: Mapping[str, str]
+) -> Iterator[Row]:
+    open_brackets = [under]
     for node in module.graph.nodes:
         if node.target is enter_autocast:
             open_brackets.append({**open_brackets[-1], **_state(node)})
         elif node.target is exit_autocast:
             open_brackets.pop()
         elif node.op.startswith("call_") and not _is_cast(node) and not _is_item(node):
-            yield from _rows_of_call(module, node, open_brackets[-1])
+            yield from _rows_of_call(module, names, node, open_brackets[-1])
 
 
-def _rows_of_call(module: fx.GraphModule, node: fx.Node, under: Mapping[str, str]) -> Iterator[Row]:
+def _rows_of_call(
+    module: fx.GraphModule, names: Mapping[fx.Node, str], node: fx.Node, under: Mapping[str, str]
+) -> Iterator[Row]:
     inputs = node.all_input_nodes
     yield Row(
-        node.name,
+        names[node],
         _name(node.target),
         _dtypes(map(_value, inputs)),
         _dtypes([_value(node)]),
@@ -138,7 +148,7 @@ def _rows_of_call(module: fx.GraphModule, node: fx.Node, under: Mapping[str, str
     for body in inputs:
         child = getattr(module, str(body.target), None) if body.op == "get_attr" else None
         if isinstance(child, fx.GraphModule):
-            yield from rows_of(child, under)
+            yield from _rows_of_graph(child, names, under)
 
 
 def _is_cast(node: Any) -> bool:
