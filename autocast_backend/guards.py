@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -16,14 +17,19 @@ from torch import fx
 from ._torch.fake_tensors import fake_mode_of, symbol_of
 from .backward.ambient import BackwardError
 
+_checked_by_dynamo: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many of a shape environment's guards Dynamo knew. Whatever is traced later hangs on all that
+were added after those, for it or for another graph: what has been assumed is not assumed again."""
+
 
 class ShapeGuards:
-    """What is assumed about the sizes of `inputs` from now on."""
+    """What is assumed about the sizes of `inputs` from now on, and what others have assumed since
+    their graph was captured."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         mode = fake_mode_of(inputs)
-        self._shape_env = None if mode is None else mode.shape_env
-        self._known = 0 if self._shape_env is None else len(self._shape_env.guards)
+        self._shape_env = env = None if mode is None else mode.shape_env
+        self._known = 0 if env is None else _checked_by_dynamo.setdefault(env, len(env.guards))
 
     def conditions(self) -> list[Any]:
         """What has been assumed since, as sympy relations."""

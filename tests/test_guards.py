@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,3 +87,58 @@ def test_what_a_comparison_has_assumed_holds_for_the_variant_compiled_after_it()
     large.backward()
     with pytest.raises(BackwardError, match="was compiled for"):
         small.backward()
+
+
+def test_assumptions_of_another_graph_of_the_same_capture_count() -> None:
+    """What has been assumed is not assumed again: the second of two traces adds no guard."""
+    module, x = dynamic_graph()
+    ShapeGuards([x])
+    assert x.shape[0] > 4  # by the one
+    late = ShapeGuards([x])
+    assert x.shape[0] > 4  # by the other
+    with pytest.raises(BackwardError, match="was compiled for"):
+        late.around(run, module, "it")([torch.empty(4, 3)])
+
+
+@pytest.fixture
+def doubling_small_sizes_under_autocast() -> Iterator[Any]:
+    """A custom op with a formula that autocast changes for small sizes alone."""
+    with torch.library._scoped_library("test_guards", "DEF") as library:
+        library.define("sin(Tensor x) -> Tensor")
+        library.impl("sin", torch.sin, "CPU")
+        torch.library.register_fake("test_guards::sin", torch.empty_like, lib=library)
+
+        def backward(context: Any, g: torch.Tensor) -> torch.Tensor:
+            (x,) = context.saved_tensors
+            small = torch.is_autocast_enabled("cpu") and g.shape[0] < 6
+            return g * x.cos() * 2 if small else g * x.cos()
+
+        torch.library.register_autograd(
+            "test_guards::sin",
+            backward,
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+            lib=library,
+        )
+        yield torch.ops.test_guards.sin
+
+
+def test_a_state_that_changes_nothing_for_one_size_may_for_another(
+    doubling_small_sizes_under_autocast: Any,
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: doubling_small_sizes_under_autocast(x),
+        backend="smart_autocast",
+        options={"inner": "aot_eager"},
+        dynamic=True,
+    )
+    large, small = (torch.randn(n, 4, requires_grad=True) for n in (8, 3))
+    with torch.autocast(**BF16):
+        compiled(large).sum().backward()
+        assert large.grad is not None
+        assert torch.equal(large.grad, large.detach().cos())
+        with pytest.raises(BackwardError, match="was compiled for"):
+            compiled(small).sum().backward()
+    compiled(small).sum().backward()
+    assert small.grad is not None
+    assert torch.equal(small.grad, small.detach().cos())

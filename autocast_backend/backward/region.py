@@ -232,12 +232,17 @@ class Backward:
 
     def _compiled(self, key: Key, args: list[Any]) -> Callable[..., Any]:
         """The code of the backward under `key`: the first code, where that computes the same."""
+        if not key:
+            return self._off
         if key in self._variants:
             return self._variants[key]
         self._check_hooks(key)
-        if self._alike((), key):
-            return self._off
         line = self._region.line
+        what = f"the backward of {line} under {key_name(key)}"
+        if self._alike((), key):
+            if not self._guards.conditions():
+                return self._off
+            return self._guards.around(self._off, self._training.backward_module(), what)
         if log.isEnabledFor(logging.INFO):
             first = differing_ops(self._traced(()), self._traced(key))[0]
             log.info("backward of %s: a variant for %s, where %s", line, key_name(key), first)
@@ -254,7 +259,6 @@ class Backward:
             stack.enter_context(own_cache_entries())
             inputs = self._placeholders(graph, args)
             code = _boxed(compile_backward(graph, inputs))
-        what = f"the backward of {line} under {key_name(key)}"
         self._variants[key] = self._guards.around(code, graph, what)
         return self._variants[key]
 
