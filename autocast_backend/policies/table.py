@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import fx
@@ -247,7 +249,7 @@ _ATEN_NAMES = MappingProxyType(
         "cross_entropy": "cross_entropy_loss",
         "floordiv": "floor_divide",
         "grid_sample": "grid_sampler",
-        "interpolate": "upsample_nearest2d",  # every upsample op has the same policy
+        "interpolate": "upsample_nearest2d",  # `op_name` knows which; they have the same policy
         "invert": "bitwise_not",
         "mod": "remainder",
         "nll_loss_nd": "nll_loss",
@@ -264,7 +266,25 @@ def op_name(node: fx.Node) -> str | None:
     what calls no op. A name is a claim that validation checks, not a promise."""
     if node.op == "call_method":
         return _plain(str(node.target))
+    if node.target is F.interpolate:
+        return _interpolation(node)
     return name_of(node.target) if node.op == "call_function" else None
+
+
+def _interpolation(node: fx.Node) -> str:
+    """The op of a call of `F.interpolate`, by its mode and the dimensions of its input."""
+    call = inspect.signature(F.interpolate).bind(*node.args, **node.kwargs)
+    call.apply_defaults()
+    x, mode, antialias = (call.arguments[a] for a in ("input", "mode", "antialias"))
+    shape = getattr(x.meta.get("example_value", x.meta.get("val")), "shape", None)
+    if shape is None:
+        return name_of(node.target)
+    op = {
+        "nearest": "upsample_nearest",
+        "nearest-exact": "_upsample_nearest_exact",
+        "area": "adaptive_avg_pool",
+    }.get(mode, f"{'_' if antialias else ''}upsample_{mode}")
+    return f"{op}{len(shape) - 2}d{'_aa' if antialias else ''}"
 
 
 def name_of(function: Any) -> str:

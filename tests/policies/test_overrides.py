@@ -566,6 +566,29 @@ def test_a_call_by_another_spelling_is_named(function: Any, op: str) -> None:
     assert (result.dtype, named) == (torch.float32, 1)
 
 
+def interpolate(dims: int, mode: str) -> Any:
+    return lambda x: F.interpolate(x.reshape(1, 4, *[1] * dims), scale_factor=2, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (interpolate(1, "linear"), "upsample_linear1d"),
+        (interpolate(2, "bilinear"), "upsample_bilinear2d"),
+        (interpolate(2, "bicubic"), "upsample_bicubic2d"),
+        (interpolate(3, "trilinear"), "upsample_trilinear3d"),
+        (interpolate(3, "nearest-exact"), "_upsample_nearest_exact3d"),
+        (interpolate(1, "area"), "adaptive_avg_pool1d"),
+        (interpolate(2, "nearest"), "upsample_nearest2d"),
+    ],
+)
+def test_an_interpolation_is_named_by_its_op(function: Any, op: str) -> None:
+    for asked in {op, "upsample_nearest2d"}:
+        policy = "lower_precision_fp"
+        result, named = overridden(function, f"aten::{asked}", torch.ones(4), policy=policy)
+        assert (result.dtype is torch.bfloat16, named) == (op == asked, op == asked)
+
+
 @torch._dynamo.allow_in_graph
 def softmax(x: torch.Tensor) -> torch.Tensor:
     return x * 2

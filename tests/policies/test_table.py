@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from autocast_backend._torch.autocast import autocast_registrations
@@ -22,7 +23,7 @@ from autocast_backend.policies.table import (
 from autocast_backend.state import AutocastState
 from tests.conformance.calls import Tensors, arguments_of
 from tests.conformance.one_call import call_under, tensors_of
-from tests.support import graph_of, lower_with_report, tensors
+from tests.support import capture, graph_of, lower_with_report, tensors
 
 F32, BF16 = torch.float32, torch.bfloat16
 REGISTERED = [
@@ -169,6 +170,15 @@ def test_every_spelling_of_an_op_reaches_its_policy(spelling: Any) -> None:
     (call,) = [n for n in module.graph.nodes if n.op.startswith("call")]
     assert find_policy(op_name(call), "cpu") is Policy.LOWER_PRECISION_FP
     assert lower_with_report(module, state).lowered == 1
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_an_interpolation_with_antialiasing_is_another_op(mode: str) -> None:
+    module = capture(
+        lambda x: F.interpolate(x, 2, None, mode, antialias=True), torch.ones(1, 1, 4, 4)
+    )
+    (call,) = [n for n in module.graph.nodes if n.op.startswith("call")]
+    assert op_name(call) == f"_upsample_{mode}2d_aa"
 
 
 def test_a_device_type_without_a_table_has_no_policies() -> None:
