@@ -77,3 +77,8 @@ def any_tangent(*values: Any) -> bool:
         for value in values
         for tensor in (value if isinstance(value, (list, tuple)) else [value])
     )
+
+
+def is_traced_by_jit() -> bool:
+    """Whether `torch.jit.trace` records: it drops what an op writes to a list of tensors."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]

@@ -49,6 +49,9 @@ def _autograd(below: Callable[..., Result], self: Tensor, dtype: torch.dtype) ->
 def _vmap(
     info: Any, in_dims: tuple[int, None], self: Tensor, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    if info.batch_size == 0:
+        (result,) = reference.empty_batch([self], [in_dims[0]], dtype)
+        return (result, self.new_empty(0, 4, dtype=torch.float64)), (0, 0)
     op = torch.ops.smart_autocast.cast_with_stats.default
     results = [op(one, dtype) for one in self.unbind(in_dims[0])]
     return (

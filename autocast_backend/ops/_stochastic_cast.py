@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dispatch import register_autograd_kernel
-from .reference import check_castable, check_memory, fail, refuse_derivatives
+from .reference import check_castable, check_memory, empty_batch, fail, refuse_derivatives
 from .stochastic import GRIDS, philox, round_to_grid
 
 _OP = "stochastic_cast"
@@ -99,6 +99,8 @@ def _vmap(
     offset: int,
 ) -> tuple[list[Tensor], list[int]]:
     """One call for each example, all with the same random words."""
+    if info.batch_size == 0:
+        return empty_batch(tensors, in_dims[0], dtype), [0] * len(tensors)
     op = torch.ops.smart_autocast.stochastic_cast.default
     calls = [
         op(

@@ -5,7 +5,7 @@ What it computes is the comment at its schema, in ``csrc/ops/unscale_cast.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,13 @@ from torch import Tensor
 
 from .._torch.dispatch import register_autograd_kernel
 from . import reference
-from .reference import check_castable, fail, refuse_derivatives
+from .reference import (
+    check_castable,
+    empty_batch,
+    fail,
+    refuse_derivatives,
+    refuse_inference_tensors,
+)
 
 _OP = "unscale_cast"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -21,13 +27,10 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Unscaled = tuple[list[Tensor], Tensor]
 
 
-def check(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
-    if dtype not in _DTYPES:
-        raise fail(
-            _OP,
-            "argument 'dtype' must be torch.float32, torch.float64, torch.float16 or "
-            f"torch.bfloat16, got {dtype}",
-        )
+def check(grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
+    check_dtype(dtype)
+    if scale.layout != torch.strided:
+        check_castable(_OP, "scale", scale)
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise fail(
             _OP,
@@ -46,7 +49,18 @@ def check(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
             )
 
 
-def check_out(grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[Tensor]) -> None:
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise fail(
+            _OP,
+            "argument 'dtype' must be torch.float32, torch.float64, torch.float16 or "
+            f"torch.bfloat16, got {dtype}",
+        )
+
+
+def check_out(
+    grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, out: Sequence[Tensor]
+) -> None:
     _check_out_but_overlaps(grads, scale, dtype, out)
     # A gradient may be written where it is.
     others = [g for g, o in zip(grads, out, strict=True) if not reference.is_same_memory(g, o)]
@@ -54,7 +68,7 @@ def check_out(grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[
 
 
 def _check_out_but_overlaps(
-    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, out: list[Tensor]
+    grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, out: Sequence[Tensor]
 ) -> None:
     check(grads, scale, dtype)
     reference.check_out(_OP, "grads", grads, dtype, out)
@@ -65,7 +79,7 @@ def inverse_of(scale: Tensor) -> Tensor:
     return scale.double().reciprocal().float().reshape(())
 
 
-def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
+def unscale_cast(grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
     check(grads, scale, dtype)
     reference.check_memory(*grads, scale)
     inverse = inverse_of(scale)
@@ -80,7 +94,7 @@ def unscale_cast(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unsc
 
 
 def unscale_cast_out(
-    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, *, out: list[Tensor]
+    grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, *, out: Sequence[Tensor]
 ) -> Tensor:
     check_out(grads, scale, dtype, out)
     results, found = unscale_cast(grads, scale, dtype)
@@ -89,20 +103,20 @@ def unscale_cast_out(
     return found
 
 
-def _fake(grads: list[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
+def _fake(grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
     check(grads, scale, dtype)
     return [torch.empty_like(grad, dtype=dtype) for grad in grads], scale.new_empty(1)
 
 
 def _fake_out(
-    grads: list[Tensor], scale: Tensor, dtype: torch.dtype, *, out: list[Tensor]
+    grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, *, out: Sequence[Tensor]
 ) -> Tensor:
     _check_out_but_overlaps(grads, scale, dtype, out)
     return scale.new_empty(1)
 
 
 def autograd(
-    below: Callable[..., Unscaled], grads: list[Tensor], scale: Tensor, dtype: torch.dtype
+    below: Callable[..., Unscaled], grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype
 ) -> Unscaled:
     """What autograd calls; `below` is the op without autograd."""
     refuse_derivatives(_OP, grads, scale)
@@ -111,14 +125,15 @@ def autograd(
 
 def autograd_out(
     below: Callable[..., Tensor],
-    grads: list[Tensor],
+    grads: Sequence[Tensor],
     scale: Tensor,
     dtype: torch.dtype,
     *,
-    out: list[Tensor],
+    out: Sequence[Tensor],
 ) -> Tensor:
     """The same for the form with `out`."""
     refuse_derivatives(_OP, grads, scale, out)
+    refuse_inference_tensors(_OP, out)
     found = below(grads, scale, dtype, out=out)
     torch.autograd.graph.increment_version(out)
     return found
@@ -127,11 +142,14 @@ def autograd_out(
 def _vmap(
     info: Any,
     in_dims: tuple[list[int | None], int | None, None],
-    grads: list[Tensor],
+    grads: Sequence[Tensor],
     scale: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Unscaled, tuple[list[int], int]]:
     """One call for each example: each has its own `found_inf`."""
+    if info.batch_size == 0:
+        found = scale.new_empty(0, 1)
+        return (empty_batch(grads, in_dims[0], dtype), found), ([0] * len(grads), 0)
 
     def one(tensor: Tensor, dim: int | None, index: int) -> Tensor:
         return tensor if dim is None else tensor.select(dim, index)

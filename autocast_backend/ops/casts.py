@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .._torch.dispatch import may_skip_autograd, without_autograd
-from . import _multi_cast
+from .._torch.dispatch import is_traced_by_jit, may_skip_autograd, without_autograd
+from . import _multi_cast, _unscale_cast, reference
 
 _ops = torch.ops.smart_autocast
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -59,6 +60,7 @@ def cast_with_stats(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastSta
             "make one with torch.as_tensor"
         )
     _check_dtype(dtype)
+    reference.check_dtype_with_stats(dtype)  # no kernel sees dtypes unknown to the stable ABI
     op = _ops.cast_with_stats.default
     if type(tensor) in _PLAIN and not tensor.requires_grad and may_skip_autograd():
         with without_autograd():
@@ -107,7 +109,8 @@ def unscale_cast(
         RuntimeError: another dtype; ``scale`` of another dtype or more elements; tensors on other
             devices than ``scale``; one that is not floating or dense, or whose memory was freed;
             one that requires grad while gradients are on, or has a tangent of forward-mode AD;
-            ``out`` does not fit, or shares memory with ``scale``, others of ``grads`` or in itself.
+            ``out`` does not fit, is an inference tensor outside of inference mode, or shares memory
+            with ``scale``, others of ``grads`` or in itself.
     """
     _check_tensors("grads", grads)
     if not isinstance(scale, Tensor):
@@ -116,9 +119,13 @@ def unscale_cast(
             "torch.tensor(scale, device=grads[0].device)"
         )
     _check_dtype(dtype)
+    _unscale_cast.check_dtype(dtype)  # no kernel sees dtypes unknown to the stable ABI
     if out is None:
         return UnscaledGrads(*_ops.unscale_cast.default(grads, scale, dtype))
     _check_tensors("out", out)
+    if is_traced_by_jit():
+        write = functools.partial(_unscale_cast.autograd_out, _unscale_cast.unscale_cast_out)
+        return UnscaledGrads(list(out), write(grads, scale, dtype, out=out))
     return UnscaledGrads(list(out), _ops.unscale_cast.out(grads, scale, dtype, out=out))
 
 
@@ -159,13 +166,14 @@ def multi_cast(
             ``torch.dtype``, or ``seed`` or ``offset`` no int.
         ValueError: ``dtype`` is not floating, or ``torch.float4_e2m1fn_x2``; another ``rounding``;
             ``seed``, ``offset`` or ``out`` do not go with it, or are beyond 64 bits.
-        RuntimeError: a tensor is sparse, MKLDNN, quantized, complex or float4, or its memory was
-            freed, as FSDP frees gathered weights (a few small tensors, and those that require grad,
-            are cast by ``Tensor.to``, which may crash then); tensors are on different devices;
-            ``out`` does not fit, shares memory with ``tensors`` or in itself; with ``out`` or
-            stochastic rounding, a tensor requires grad while gradients are on, or has a tangent of
-            forward-mode AD; with stochastic rounding, another ``dtype``, a tensor that is not
-            floating, or a negative ``offset``.
+        RuntimeError: a tensor is sparse, MKLDNN, quantized, complex, float4 or of a dtype without
+            numbers (``uint4``, ``bits8``), or its memory was freed, as FSDP frees gathered weights
+            (a few small tensors, and those that require grad, are cast by ``Tensor.to``, which may
+            crash then); tensors are on different devices; ``out`` does not fit, is an inference
+            tensor outside of inference mode, or shares memory with ``tensors`` or in itself; with
+            ``out`` or stochastic rounding, a tensor requires grad while gradients are on, or has a
+            tangent of forward-mode AD; with stochastic rounding, another ``dtype``, a tensor that
+            is not floating, or a negative ``offset``.
     """
     if out is None and seed is None and isinstance(tensors, (list, tuple)) and len(tensors) == 1:
         # One tensor shares the cost of a call with none. Where a kernel of ours gains less than
@@ -219,7 +227,10 @@ def multi_cast(
         if not plain:
             return _ops.multi_cast.default(tensors, dtype)
         return _multi_cast.autograd(_below_autograd, tensors, dtype)
-    if not (_check_tensors("out", out) and plain):
+    out_plain = _check_tensors("out", out)
+    if is_traced_by_jit():
+        _multi_cast.autograd_out(reference.multi_cast_out, tensors, dtype, out=out)
+    elif not (out_plain and plain):
         _ops.multi_cast.out(tensors, dtype, out=out)
     else:
         _multi_cast.autograd_out(_below_autograd_out, tensors, dtype, out=out)

@@ -8,7 +8,7 @@ need it on every tier, for devices without a kernel, have theirs in ``_<op>.py``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,16 @@ _SPARSE = (
     torch.sparse_bsr,
     torch.sparse_bsc,
 )
+
+
+_WITHOUT_NUMBERS = frozenset(
+    getattr(torch, name)
+    for name in (
+        *(f"{sign}int{bits}" for sign in ("u", "") for bits in range(1, 8)),
+        *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    )
+)
+"""Dtypes that only hold bits, for subclasses to give them a meaning."""
 
 
 def fail(op: str, message: str) -> RuntimeError:
@@ -65,18 +75,40 @@ def check_castable(op: str, argument: str, tensor: Tensor) -> None:
         raise fail(op, f"{expected} an MKLDNN tensor; pass tensor.to_dense()")
     if tensor.dtype == torch.float4_e2m1fn_x2:
         raise fail(op, f"{expected} a float4 tensor, which PyTorch does not cast; unpack it first")
+    if tensor.dtype in _WITHOUT_NUMBERS:
+        raise fail(op, f"{expected} a {tensor.dtype} tensor, which PyTorch does not cast")
 
 
 def address_of(tensor: Tensor) -> int:
     """Where the elements of a tensor that has some are; `RuntimeError` where they are gone."""
     address = tensor.data_ptr()
-    if address == 0:
+    if address == tensor.storage_offset() * tensor.element_size():  # of a null pointer
         raise RuntimeError(
             f"smart_autocast: a tensor has {tensor.numel()} elements and no memory: it was freed, "
             "as FSDP frees the weights that it has gathered; call this while the tensor has its "
             "memory"
         )
     return address
+
+
+def refuse_inference_tensors(op: str, out: Sequence[Tensor]) -> None:
+    """For tensors that an op writes to, as autograd refuses those that no version is kept of."""
+    if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, out)):
+        raise fail(
+            op,
+            "argument 'out' must not hold inference tensors outside of torch.inference_mode(); "
+            "pass tensor.clone(), or call it inside",
+        )
+
+
+def empty_batch(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], dtype: torch.dtype
+) -> list[Tensor]:
+    """What vmap over no examples gives for each tensor, batched in the first dimension."""
+    return [
+        tensor.new_empty((0, *(n for d, n in enumerate(tensor.shape) if d != dim)), dtype=dtype)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
 
 
 def check_memory(*tensors: Tensor) -> None:
@@ -174,7 +206,7 @@ def cast_each(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype, copy=True) for tensor in tensors]
 
 
-def check_multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
+def check_multi_cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
         raise fail(
             "multi_cast",
@@ -191,7 +223,7 @@ def check_multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> None:
 
 
 def check_out(
-    op: str, argument: str, tensors: list[Tensor], dtype: torch.dtype, out: list[Tensor]
+    op: str, argument: str, tensors: Sequence[Tensor], dtype: torch.dtype, out: Sequence[Tensor]
 ) -> None:
     """All that can be said without looking at memory, as for fake tensors."""
     if len(out) != len(tensors):
@@ -201,7 +233,7 @@ def check_out(
             f"{len(out)}",
         )
     for i, (tensor, result) in enumerate(zip(tensors, out, strict=True)):
-        check_supported(op, "out", result)
+        check_castable(op, "out", result)
         name = f"argument 'out[{i}]' must"
         if result.dtype != dtype:
             raise fail(op, f"{name} have the dtype asked for, {dtype}, got {result.dtype}")
@@ -225,7 +257,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def check_no_overlap(op: str, read: Mapping[str, list[Tensor]], out: list[Tensor]) -> None:
+def check_no_overlap(op: str, read: Mapping[str, Sequence[Tensor]], out: Sequence[Tensor]) -> None:
     """`read`: the tensors of each argument that is."""
     ranges = [
         (*_byte_range(tensor), argument)
@@ -258,7 +290,9 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def check_multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, out: list[Tensor]) -> None:
+def check_multi_cast_out(
+    tensors: Sequence[Tensor], dtype: torch.dtype, out: Sequence[Tensor]
+) -> None:
     """All but overlaps."""
     check_multi_cast(tensors, dtype)
     check_out("multi_cast", "tensors", tensors, dtype, out)
@@ -270,19 +304,23 @@ def multi_cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype, copy=True) for tensor in tensors]
 
 
-def multi_cast_out(tensors: list[Tensor], dtype: torch.dtype, *, out: list[Tensor]) -> None:
+def multi_cast_out(tensors: Sequence[Tensor], dtype: torch.dtype, *, out: Sequence[Tensor]) -> None:
     check_multi_cast_out(tensors, dtype, out)
     check_no_overlap("multi_cast", {"tensors": tensors}, out)
     for tensor, result in zip(tensors, out, strict=True):
         result.copy_(tensor)
 
 
-def check_cast_with_stats(self: Tensor, dtype: torch.dtype) -> None:
+def check_dtype_with_stats(dtype: torch.dtype) -> None:
     if dtype not in (torch.float16, torch.bfloat16):
         raise fail(
             "cast_with_stats",
             f"argument 'dtype' must be torch.float16 or torch.bfloat16, got {dtype}",
         )
+
+
+def check_cast_with_stats(self: Tensor, dtype: torch.dtype) -> None:
+    check_dtype_with_stats(dtype)
     if self.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise fail(
             "cast_with_stats",

@@ -13,7 +13,7 @@ inline void check_cast_with_stats(const Tensor& self, ScalarType dtype) {
     fail("cast_with_stats",
          "argument 'dtype' must be torch.float16 or torch.bfloat16, got " + dtype_name(dtype));
   }
-  const ScalarType from = self.scalar_type();
+  const ScalarType from = scalar_type_of(self);
   if (from != ScalarType::Double && from != ScalarType::Float && from != ScalarType::Half &&
       from != ScalarType::BFloat16) {
     fail("cast_with_stats",

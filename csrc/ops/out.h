@@ -93,7 +93,7 @@ inline std::vector<ByteRange> check_out(const OutOf& of, const TensorList& tenso
   written.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (layout_of(out[i]) != strided) {
-      check_supported(of.op, "out", stable_tensor(out[i]));
+      check_castable(of.op, "out", stable_tensor(out[i]));
     }
     if (dtype_of(out[i]) != code) {
       fail_at(i, "have the dtype asked for, " + dtype_name(dtype) + ", got " +

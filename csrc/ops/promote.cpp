@@ -14,12 +14,12 @@ std::vector<Tensor> promote(std::vector<Tensor> tensors, std::optional<std::stri
   for (const Tensor& tensor : tensors) {
     check_supported(op, "tensors", tensor);
     if (is_eligible(tensor, device)) {
-      const ScalarType dtype = tensor.scalar_type();
+      const ScalarType dtype = scalar_type_of(tensor);
       widest = !widest.has_value() || *widest == dtype ? dtype : ScalarType::Float;
     }
   }
   for (Tensor& tensor : tensors) {
-    if (is_eligible(tensor, device) && tensor.scalar_type() != *widest) {
+    if (is_eligible(tensor, device) && scalar_type_of(tensor) != *widest) {
       check_convertible(op, "tensors", tensor);
       tensor = torch::stable::to(tensor, *widest);
     }

@@ -69,6 +69,14 @@ inline std::string dtype_name(ScalarType dtype) {
   }
 }
 
+// `Tensor::scalar_type()`, also of dtypes without a name in the stable ABI (quantized, uint4), of
+// which it throws without saying which tensor. The ABI's numbers are ScalarType's.
+inline ScalarType scalar_type_of(const Tensor& tensor) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return static_cast<ScalarType>(dtype);
+}
+
 // The device type an op was asked to act on; empty: each tensor's own.
 inline std::optional<int32_t> parse_device_type(const char* op,
                                                 const std::optional<std::string>& name) {
@@ -92,7 +100,7 @@ inline bool is_sparse(int32_t layout) {
          layout == aoti_torch_layout_sparse_bsc();
 }
 
-[[noreturn]] inline void refuse(const char* op, const char* argument, const char* found) {
+[[noreturn]] inline void refuse(const char* op, const char* argument, const std::string& found) {
   fail(op, std::string("argument '") + argument + "' must be a dense tensor of real numbers, got " +
                found);
 }
@@ -105,15 +113,11 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
     refuse(op, argument, "a sparse tensor; pass tensor.to_dense(), or cast its values");
   }
 
-  // Quantized dtypes have no name in the stable ABI (`scalar_type()` throws without saying which
-  // tensor), so their numbers are compared; these have not changed since PyTorch 1.3.
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  if (torch::headeronly::isQIntType(static_cast<ScalarType>(dtype))) {
+  const ScalarType dtype = scalar_type_of(tensor);
+  if (torch::headeronly::isQIntType(dtype)) {
     refuse(op, argument, "a quantized tensor; call tensor.dequantize() first");
   }
-
-  switch (tensor.scalar_type()) {
+  switch (dtype) {
     case ScalarType::ComplexHalf:
     case ScalarType::ComplexFloat:
     case ScalarType::ComplexDouble:
@@ -121,6 +125,13 @@ inline void check_supported(const char* op, const char* argument, const Tensor& 
     default:
       return;
   }
+}
+
+// The dtypes that only hold bits, for subclasses to give them a meaning: uint1 to int7, bits8 and
+// others.
+inline bool is_without_numbers(ScalarType dtype) {
+  return (dtype >= ScalarType::Bits1x8 && dtype <= ScalarType::Bits16) ||
+         (dtype >= ScalarType::UInt1 && dtype <= ScalarType::Int7);
 }
 
 // What aten::to cannot cast although it is supported: its own errors do not get through the stable
@@ -131,8 +142,12 @@ inline void check_convertible(const char* op, const char* argument, const Tensor
   if (layout == aoti_torch_layout__mkldnn()) {
     refuse(op, argument, "an MKLDNN tensor; pass tensor.to_dense()");
   }
-  if (tensor.scalar_type() == ScalarType::Float4_e2m1fn_x2) {
+  const ScalarType dtype = scalar_type_of(tensor);
+  if (dtype == ScalarType::Float4_e2m1fn_x2) {
     refuse(op, argument, "a float4 tensor, which PyTorch does not cast; unpack it first");
+  }
+  if (is_without_numbers(dtype)) {
+    refuse(op, argument, "a " + dtype_name(dtype) + " tensor, which PyTorch does not cast");
   }
 }
 
@@ -161,7 +176,7 @@ inline bool is_autocast_dtype(ScalarType dtype) {
 }
 
 inline bool is_eligible(const Tensor& tensor, const std::optional<int32_t>& device_type) {
-  if (!is_autocast_dtype(tensor.scalar_type())) {
+  if (!is_autocast_dtype(scalar_type_of(tensor))) {
     return false;
   }
   if (!device_type.has_value()) {
@@ -177,7 +192,7 @@ inline Tensor smart_cast(const char* op, const Tensor& self, ScalarType target,
                          const std::optional<std::string>& device_type) {
   check_supported(op, "self", self);
   const auto device = parse_device_type(op, device_type);
-  if (!is_eligible(self, device) || self.scalar_type() == target) {
+  if (!is_eligible(self, device) || scalar_type_of(self) == target) {
     return self;
   }
   check_convertible(op, "self", self);

@@ -146,10 +146,23 @@ struct DeviceOf {
   bool operator==(const DeviceOf&) const = default;
 };
 
+// Whether memory was freed. ATen adds the offset of a tensor's first element to the null pointer
+// then; no tensor begins a tebibyte into its storage, and few at an address below.
+inline bool is_freed(const OwnedTensor& tensor, const void* data) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  if (address >> 40 != 0) {
+    return false;
+  }
+  int64_t offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  const size_t bytes = aoti_torch_dtype_element_size(dtype_of(tensor));
+  return address == static_cast<uintptr_t>(offset) * bytes && Geometry(tensor).numel > 0;
+}
+
 inline char* data_of(const OwnedTensor& tensor) {
   void* data = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
-  if (data == nullptr && Geometry(tensor).numel > 0) {
+  if (is_freed(tensor, data)) {
     throw std::runtime_error(
         "smart_autocast: a tensor has " + std::to_string(Geometry(tensor).numel) +
         " elements and no memory: it was freed, as FSDP frees the weights that it has gathered; "

@@ -20,6 +20,9 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
          "got " +
              dtype_name(dtype));
   }
+  if (layout_of(scale) != aoti_torch_layout_strided()) {
+    check_castable("unscale_cast", "scale", stable_tensor(scale));
+  }
   const int32_t scale_dtype = dtype_of(scale);
   const int64_t scale_numel = Geometry(scale).numel;
   if (scale_dtype != dtype_code(ScalarType::Float) || scale_numel != 1) {
@@ -33,9 +36,9 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
   for (const OwnedTensor& grad : grads) {
     const Tensor tensor = stable_tensor(grad);
     check_castable("unscale_cast", "grads", tensor);
-    if (tensor.scalar_type() != ScalarType::Double && !is_autocast_dtype(tensor.scalar_type())) {
+    if (scalar_type_of(tensor) != ScalarType::Double && !is_autocast_dtype(scalar_type_of(tensor))) {
       fail("unscale_cast",
-           "argument 'grads' must hold floating tensors, got " + dtype_name(tensor.scalar_type()));
+           "argument 'grads' must hold floating tensors, got " + dtype_name(scalar_type_of(tensor)));
     }
     if (!(DeviceOf(grad) == device)) {
       fail("unscale_cast",

@@ -99,6 +99,11 @@ class SmartCastSuite:
         ):
             assert_same(call(tensor), tensor.to(self.table[dtype]))
 
+    @pytest.mark.parametrize("dtype", [torch.uint4, torch.int2, torch.bits8], ids=str)
+    def test_dtypes_without_numbers_pass_through(self, call: Any, dtype: torch.dtype) -> None:
+        tensor = torch.empty(2, dtype=dtype)
+        assert call(tensor) is tensor
+
     def test_meta(self, call: Any) -> None:
         for dtype in DTYPES:
             tensor = torch.empty(2, 3, dtype=dtype, device="meta")

@@ -149,6 +149,12 @@ def test_fake_and_meta() -> None:
     assert op(torch.empty(3, device="meta"), bf16)[1].device.type == "meta"
 
 
+def test_vmap_over_nothing() -> None:
+    result, stats = torch.vmap(lambda x: op(x, f16), in_dims=1)(torch.empty(3, 0, 2))
+    assert (result.shape, result.dtype) == ((0, 3, 2), f16)
+    assert (stats.shape, stats.dtype) == ((0, 4), f64)
+
+
 def test_errors() -> None:
     tensor = sample(f32, 3)
     with pytest.raises(TypeError, match=r"'tensor' must be a torch.Tensor, got list"):
@@ -157,6 +163,8 @@ def test_errors() -> None:
         cast_with_stats(tensor, "bf16")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"'dtype' must be torch.float16 or torch.bfloat16, got"):
         cast_with_stats(tensor, torch.float8_e5m2)
+    with pytest.raises(RuntimeError, match=r"'dtype' must be torch.float16 .* got torch.qint8"):
+        cast_with_stats(tensor, torch.qint8)
     with pytest.raises(RuntimeError, match="'self' must be float64, float32, float16 or bfloat16"):
         cast_with_stats(torch.arange(3), bf16)
     with pytest.raises(

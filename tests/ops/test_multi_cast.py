@@ -1,5 +1,7 @@
 """`multi_cast` as an op; its rounding is in test_multi_cast_values.py."""
 
+import functools
+import math
 import multiprocessing
 import os
 import subprocess
@@ -286,16 +288,19 @@ def test_errors_of_tensors_and_dtype() -> None:
         multi_cast([tensor.to(torch.complex64)], bf16)
 
 
-def without_memory(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """As FSDP leaves a gathered weight."""
-    tensor = torch.empty(shape, dtype=dtype)
-    tensor.untyped_storage().resize_(0)
+def freed_memory(dtype: torch.dtype, *shape: int, offset: int = 0) -> torch.Tensor:
+    """As FSDP leaves a gathered weight, which may lie in the middle of a flat parameter."""
+    flat = torch.empty(offset + math.prod(shape), dtype=dtype)
+    tensor = flat[offset:].view(shape)
+    flat.untyped_storage().resize_(0)
     return tensor
 
 
-def test_freed_memory_is_an_error_and_nothing_is_written() -> None:
+@pytest.mark.parametrize("offset", [0, 5])
+def test_freed_memory_is_an_error_and_nothing_is_written(offset: int) -> None:
     from autocast_backend import cast_with_stats, unscale_cast
 
+    without_memory = functools.partial(freed_memory, offset=offset)
     freed, a, scale = without_memory(f32, 4), sample(f32, 4), torch.tensor(2.0)
     stochastic = {"rounding": "stochastic", "seed": 0}
     message = "no memory|data is not allocated"  # ours; PyTorch's
@@ -330,6 +335,58 @@ def test_what_pytorch_does_not_cast_is_an_error_and_nothing_is_written() -> None
     if torch.backends.mkldnn.is_available():
         with pytest.raises(RuntimeError, match=r"'tensors' must be .* got an MKLDNN tensor"):
             multi_cast([a, torch.ones(2, 2).to_mkldnn()], bf16)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.int2, torch.bits8], ids=str)
+def test_dtypes_without_numbers_are_an_error(dtype: torch.dtype) -> None:
+    for tensors in ([torch.empty(2, dtype=dtype)], [sample(f32, 4), torch.empty(2, dtype=dtype)]):
+        with pytest.raises(RuntimeError, match=rf"must be a dense .* got a {dtype} tensor, which"):
+            multi_cast(tensors, bf16)
+
+
+def test_inference_tensors_are_written_in_inference_mode_alone() -> None:
+    with torch.inference_mode():
+        out = torch.zeros(4, dtype=bf16)
+    a = sample(f32, 4)
+    with pytest.raises(RuntimeError, match=r"'out' must not hold inference tensors"):
+        multi_cast([a], bf16, out=[out])
+    assert torch.equal(out, torch.zeros(4, dtype=bf16))
+    with torch.inference_mode():
+        multi_cast([a], bf16, out=[out])
+    assert_same(out, a.bfloat16())
+
+
+def test_jit_trace_keeps_what_is_written() -> None:
+    def cast_twice(x: torch.Tensor) -> torch.Tensor:
+        y, z = torch.zeros(4), torch.zeros(4, dtype=bf16)
+        multi_cast([x], f32, out=[y])
+        multi_cast([y], bf16, out=[z])
+        return z
+
+    traced = torch.jit.trace(cast_twice, (torch.zeros(4),), check_trace=False)
+    x = sample(f32, 4)
+    assert_same(traced(x), x.bfloat16())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_denormal_numbers_are_kept_where_arithmetic_flushes_them(threads: int) -> None:
+    from autocast_backend import cast_with_stats
+
+    numbers = torch.arange(1, 2**20, dtype=torch.int32) << 3
+    x = numbers.view(f32)
+    wanted, before = x.bfloat16(), torch.get_num_threads()
+    assert not torch.equal(wanted.view(torch.int16), torch.zeros_like(wanted, dtype=torch.int16))
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    try:
+        (several, *_) = multi_cast([x] * 4, bf16)
+        with_stats, _ = cast_with_stats(x, bf16)
+        (written,) = multi_cast([x], bf16, out=[torch.empty_like(wanted)])
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
+    for result in (several, with_stats, written):
+        assert torch.equal(result.view(torch.int16), wanted.view(torch.int16))
 
 
 def test_mixed_devices_are_an_error() -> None:

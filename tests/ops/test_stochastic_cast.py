@@ -299,3 +299,10 @@ def test_errors() -> None:
     refused(RuntimeError, "'tensors' must hold floating tensors, got", torch.arange(3))
     refused(RuntimeError, "'tensors' must be a dense tensor .* got a sparse", tensor.to_sparse())
     refused(RuntimeError, "must hold tensors on one device", tensor, torch.empty(3, device="meta"))
+
+
+def test_vmap_over_nothing() -> None:
+    (result,) = torch.vmap(
+        lambda x: multi_cast([x], bf16, rounding="stochastic", seed=1), in_dims=1
+    )(torch.empty(3, 0, 2))
+    assert (result.shape, result.dtype) == ((0, 3, 2), bf16)

@@ -217,3 +217,18 @@ def test_errors() -> None:
     refused(RuntimeError, devices, [grad, torch.empty(3, device="meta")], scale)
     with FakeTensorMode():
         refused(RuntimeError, devices, [torch.empty(3, device="cuda")], torch.ones(()))
+
+
+def test_vmap_over_nothing() -> None:
+    (result, other), found = torch.vmap(
+        lambda a, b: unscale_cast([a, b], torch.tensor(2.0), bf16), in_dims=(1, None)
+    )(torch.empty(3, 0, 2), sample(f32, 4))
+    assert (result.shape, result.dtype) == ((0, 3, 2), bf16)
+    assert (other.shape, other.dtype) == ((0, 4), bf16)
+    assert (found.shape, found.dtype) == ((0, 1), f32)
+
+
+def test_a_scale_that_is_no_dense_tensor() -> None:
+    scale = torch.ones(1).to_sparse()
+    with pytest.raises(RuntimeError, match=r"'scale' must be a dense tensor .* got a sparse"):
+        unscale_cast([sample(f32, 4)], scale)

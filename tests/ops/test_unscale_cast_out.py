@@ -1,6 +1,7 @@
 """`unscale_cast` into memory that is there: other tensors, and the gradients themselves."""
 
 import re
+import weakref
 
 import pytest
 import torch
@@ -112,3 +113,37 @@ def test_errors() -> None:
         unscale_cast(grads, SCALE, out=[x, y.clone().requires_grad_()])
     with pytest.raises(TypeError, match="'out' must be a list or tuple of tensors, got Tensor"):
         unscale_cast(grads, SCALE, out=x)  # type: ignore[arg-type]
+
+
+def test_jit_trace_keeps_what_is_written() -> None:
+    def unscale(grad: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(4)
+        unscale_cast([grad], SCALE, out=[out])
+        return out
+
+    traced = torch.jit.trace(unscale, (torch.zeros(4),), check_trace=False)
+    grad = sample(f16, 4)
+    assert_same(traced(grad), unscale(grad))
+
+
+def test_inference_tensors_are_written_in_inference_mode_alone() -> None:
+    with torch.inference_mode():
+        out = torch.zeros(4)
+    with pytest.raises(RuntimeError, match=r"'out' must not hold inference tensors"):
+        unscale_cast([sample(f16, 4)], SCALE, out=[out])
+    assert torch.equal(out, torch.zeros(4))
+
+
+def test_an_out_that_is_no_dense_tensor() -> None:
+    grad = sample(f32, 2, 2)
+    with pytest.raises(RuntimeError, match=r"'out' must be a dense tensor .* got an MKLDNN tensor"):
+        unscale_cast([grad], SCALE, out=[grad.to_mkldnn()])
+
+
+def test_a_dtype_that_no_kernel_knows_names_the_argument_and_keeps_nothing() -> None:
+    grad, out = sample(f32, 4), torch.zeros(4)
+    leaked = weakref.ref(out)
+    with pytest.raises(RuntimeError, match=r"'dtype' must be torch\.float32.* got torch\.qint8"):
+        unscale_cast([grad], SCALE, torch.qint8, out=[out])
+    del out
+    assert leaked() is None

@@ -155,10 +155,7 @@ struct Avx512Lanes {
   static __m512i to_bf16(Register value, int nan) {
 #if defined(__AVX512BF16__)
     // The instruction takes denormal numbers for zero and keeps some of a NaN: rare, so looked for.
-    constexpr int kDenormalOrNan = 0x20 | 0x80 | 0x01;
-    const __mmask16 rare = _mm512_fpclass_ps_mask(value.low, kDenormalOrNan) |
-                           _mm512_fpclass_ps_mask(value.high, kDenormalOrNan);
-    if (__builtin_expect(rare == 0, 1)) {
+    if (__builtin_expect((denormal_or_nan(value.low) | denormal_or_nan(value.high)) == 0, 1)) {
       return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(value.high, value.low));
     }
 #endif
@@ -166,6 +163,15 @@ struct Avx512Lanes {
         _mm512_castsi256_si512(_mm512_cvtepi32_epi16(round_to_bf16(value.low, nan))),
         _mm512_cvtepi32_epi16(round_to_bf16(value.high, nan)), 1);
   }
+#if defined(__AVX512BF16__)
+  // In a thread that takes denormals for zeros (torch.set_flush_denormal), they are of that class.
+  static __mmask16 denormal_or_nan(__m512 value) {
+    constexpr int kZeroDenormalOrNan = 0x02 | 0x04 | 0x20 | 0x80 | 0x01;
+    const __mmask16 rare = _mm512_fpclass_ps_mask(value, kZeroDenormalOrNan);
+    return _mm512_mask_test_epi32_mask(rare, _mm512_castps_si512(value),
+                                       _mm512_set1_epi32(0x7fffffff));
+  }
+#endif
   // To nearest even: half a unit in the last place less one bit, and one bit more if the result
   // would be odd, then the lower half is cut off.
   static __m512i round_to_bf16(__m512 value, int nan) {

@@ -77,7 +77,7 @@ void cast_stretch(const Cast& cast, const Run& run, const Stretch& part, Stats& 
 
 std::tuple<Tensor, Tensor> cast_with_stats(const Tensor& self, ScalarType dtype) {
   check_cast_with_stats(self, dtype);
-  const ScalarType from = self.scalar_type();
+  const ScalarType from = scalar_type_of(self);
   OwnedTensor tensor = owned_tensor(self);
   const bool misaligned = reinterpret_cast<uintptr_t>(data_of(tensor)) % self.element_size() != 0;
   if (misaligned || !is_dense(tensor, Geometry(tensor))) {

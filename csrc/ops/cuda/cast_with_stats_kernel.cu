@@ -41,7 +41,7 @@ CastOne find_kernel(ScalarType from) {
 
 std::tuple<Tensor, Tensor> cast_with_stats_cuda(const Tensor& self, ScalarType dtype) {
   check_cast_with_stats(self, dtype);
-  const ScalarType from = self.scalar_type();
+  const ScalarType from = scalar_type_of(self);
   OwnedTensor tensor = owned_tensor(self);
   if (!is_dense(tensor, Geometry(tensor))) {
     tensor = cast_memory_by_aten(tensor, from);
