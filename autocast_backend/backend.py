@@ -19,6 +19,7 @@ from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
     counters,
     graph_break_errors,
+    is_nested_region,
     keep_out_of_packages,
     lookup_backend,
     pass_through_error,
@@ -27,7 +28,7 @@ from ._torch.dynamo import (
 )
 from ._torch.fake_tensors import fake_inputs
 from ._torch.kernels import kernels_opened
-from .backward.nested import is_nested_region, write_out
+from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
 from .graphs import is_recorded, names_of, nodes_of

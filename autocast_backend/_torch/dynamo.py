@@ -311,16 +311,27 @@ def keep_static_inputs(copy: fx.GraphModule, original: fx.GraphModule) -> None:
         vars(copy)[name] = vars(original)[name]
 
 
+def is_nested_region(node: torch.fx.Node) -> bool:
+    """Whether a node calls a region marked by `torch.compiler.nested_compile_region`."""
+    return node.target is torch.ops.higher_order.invoke_subgraph
+
+
 def input_name(node: torch.fx.Node) -> str:
     """What an input is called in the user's program, such as `self.blocks.0.weight`; where Dynamo
     did not say, its name in the graph."""
+    path = input_path(node)
+    return node.name if path is None else re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
+
+
+def input_path(node: torch.fx.Node) -> str | None:
+    """How the compiled code reaches an input, such as `L['self'].blocks.0.weight`; None where
+    Dynamo did not say."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
-        return node.name
+        return None
     name = source.name() if callable(source.name) else source.name
     # L['self']._modules['0']._parameters['weight'], as the guards write it
-    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
-    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
 
 
 def guard_leaf_and_view(node: fx.Node, value: torch.Tensor) -> None:

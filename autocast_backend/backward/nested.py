@@ -18,7 +18,6 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from .._torch.dynamo import is_higher_order_op
@@ -28,11 +27,6 @@ from .differences import attribute
 
 WRITTEN_OUT = ("invoke_subgraph", "foreach_map", "invoke_quant_packed")
 """The ops whose bodies are."""
-
-
-def is_nested_region(node: fx.Node) -> bool:
-    """Whether a node calls a region marked by `torch.compiler.nested_compile_region`."""
-    return node.target is torch.ops.higher_order.invoke_subgraph
 
 
 def is_written_out(node: fx.Node) -> bool:

@@ -2,8 +2,8 @@
 
 Dynamo traced the graph without that region and without overrides, so `meta["example_value"]` holds
 what eager gives without them. This pass runs the graph on fake tensors with them, writes down what
-it gives, and notes in the context what becomes of the calls that are overridden. The graph itself
-is not changed.
+it gives, and notes in the context what becomes of the calls that are overridden. The graph is not
+changed, but that calls of a nested compile region get bodies of their own where they have to.
 
 It runs as well where Dynamo is mistaken about eager: `F.affine_grid` gives bfloat16 under autocast,
 and on fake tensors float32 (_torch/kernels.py).
@@ -30,6 +30,7 @@ from ..policies.overrides import PolicyError
 from ..regions import Placement, find_regions, is_region_node
 from . import recipes
 from .bodies import APART, STALE, Bodies
+from .nested_calls import NestedCalls
 from .overriding import Overrider, call_name
 from .planning import refusal
 
@@ -50,7 +51,7 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     fake_mode = fake_mode_of(inputs)
     if fake_mode is not None:
         overrider = Overrider(context.overrides, context.validate, context.overridden)
-        run = _Run(overrider, fake_mode)
+        run = _Run(overrider, NestedCalls(context.overrides, graph_module), fake_mode)
         with running(fake_mode), functorch_levels_restored():
             # A call may write to its inputs; leaves that require grad are safe from that.
             copies = [_copy(value) for value in inputs]
@@ -70,8 +71,9 @@ def _copy(value: Any) -> Any:
 class _Run:
     """One run of a graph and of the bodies it calls in place."""
 
-    def __init__(self, overrider: Overrider, fake_mode: Any) -> None:
+    def __init__(self, overrider: Overrider, nested: NestedCalls, fake_mode: Any) -> None:
         self._overrider = overrider
+        self._nested = nested
         self._fake_mode = fake_mode
 
     def graph(
@@ -111,8 +113,11 @@ class _Run:
             elif (body := bodies.of(node)) is not None:
                 operands = list(args[body.call.first_operand :])
                 records = bool(node.args[0]) if body.call.records_grad is None else mode.grad
+                found = body.module
+                if body.call.again:
+                    found = self._nested.body_of(node, found, operands, placements[node], records)
                 returned = self.graph(
-                    body.module,
+                    found,
                     operands,
                     placements[node],
                     records,

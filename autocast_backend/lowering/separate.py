@@ -62,11 +62,8 @@ def separate_bodies(
             if place not in known:
                 attribute, name = node.args[0], str(node.args[1])
                 if name in names:
-                    name = next(n for i in itertools.count(1) if (n := f"{name}_{i}") not in names)
-                    found = copy_graph(found)
-                    module.add_submodule(name, found)
-                    with module.graph.inserting_before(node):
-                        attribute = module.graph.get_attr(name)
+                    found = copy_body(node, found, names)
+                    attribute, name = node.args[0], str(node.args[1])
                 names.add(name)
                 inputs = found.graph.find_nodes(op="placeholder")
                 for placeholder, value in zip(inputs, operands, strict=True):
@@ -80,6 +77,24 @@ def separate_bodies(
         _drop_unread(module)
     for found, placement, records in inner:
         separate_bodies(found, placement, records, names)
+
+
+def copy_body(node: fx.Node, body: fx.GraphModule, names: set[str]) -> fx.GraphModule:
+    """Have a call of a nested compile region call a copy of its body, and return that.
+
+    Args:
+        names: of all bodies; the new one is put into it.
+    """
+    graph, module = node.graph, node.graph.owning_module
+    assert module is not None
+    taken = str(node.args[1])
+    name = next(n for i in itertools.count(1) if (n := f"{taken}_{i}") not in names)
+    names.add(name)
+    copy = copy_graph(body)
+    module.add_submodule(name, copy)
+    with graph.inserting_before(node):
+        node.args = (graph.get_attr(name), name, *node.args[2:])
+    return copy
 
 
 def _value(operand: Any) -> Any:

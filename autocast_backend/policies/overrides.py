@@ -25,6 +25,9 @@ from .table import Policy, op_name
 Name = tuple[str, ...]
 """A module's name, in parts: ("blocks", "0", "router"). Empty for the outermost module."""
 
+Stack = list[tuple[str, str]]
+"""Identity and path of modules that lie in each other, outermost first."""
+
 _POLICIES = (Policy.LOWER_PRECISION_FP.value, Policy.FP32.value, Policy.PROMOTE.value)
 _VALUES = (*_POLICIES, "off")
 
@@ -86,11 +89,15 @@ class Overrides:
     def __bool__(self) -> bool:
         return bool(self.ops or self.modules)
 
-    def of(self, node: fx.Node) -> Override | None:
+    def of(self, node: fx.Node, stack: Stack | None = None) -> Override | None:
         """The override that names a call: the innermost match. A module that matches lies further
         in than an op, which is named everywhere; of two patterns that match one module, the later
-        one counts."""
-        for names in self._innermost_first(node):
+        one counts.
+
+        Args:
+            stack: the modules the call stands in; those of its trace by default.
+        """
+        for names in self._innermost_first(module_stack(node) if stack is None else stack):
             for override in reversed(self.modules):
                 parts = tuple(override.pattern.split("."))
                 if any(_matches(parts, name) for name in names):
@@ -98,11 +105,11 @@ class Overrides:
         op = _qualified_op_name(node)
         return next((o for o in self.ops if o.pattern == op), None)
 
-    def _innermost_first(self, node: fx.Node) -> Iterator[tuple[Name, ...]]:
-        """The names of each module a call stands in, also of containers such as `blocks`, which
+    def _innermost_first(self, modules: Stack) -> Iterator[tuple[Name, ...]]:
+        """The names of each of `modules`, also of containers such as `blocks`, which
         nobody calls; the compiled module's own name is empty. Of a shared module all names count,
         but the containers of those alone that lie in the module that called it."""
-        stack = [self.names.get(i) or (parse_name(path),) for i, path in module_stack(node)]
+        stack = [self.names.get(i) or (parse_name(path),) for i, path in modules]
         while stack:
             names = stack.pop()
             around = {
@@ -240,7 +247,7 @@ def _matches(pattern: Name, name: Name) -> bool:
     return bool(name) and fnmatch.fnmatchcase(name[0], first) and _matches(tuple(rest), name[1:])
 
 
-def module_stack(node: fx.Node) -> list[tuple[str, str]]:
+def module_stack(node: fx.Node) -> Stack:
     """Identity and path of the modules inside the compiled one that a call stands in, outermost
     first. A module that is called again has its identity with a suffix."""
     stack = (node.meta.get("nn_module_stack") or {}).items()
