@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .dynamo import compile_lock, counters, timed
+from .dynamo import compile_session, counters, timed
 from .fake_tensors import fake_mode_of
 from .higher_order import gradients_as_eager
 from .hooks import unpacking_noted
@@ -217,7 +217,7 @@ def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
     from torch._guards import TracingContext, tracing
 
     with (
-        compile_lock(),
+        compile_session(),
         outside_of_modes(),
         tracing(TracingContext(fake_mode_of(inputs))),
         get_metrics_context(),

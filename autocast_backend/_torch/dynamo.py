@@ -150,6 +150,16 @@ def compile_lock() -> contextlib.AbstractContextManager[Any]:
     return compile_lock
 
 
+@contextlib.contextmanager
+def compile_session() -> Iterator[None]:
+    """For what is compiled outside of Dynamo's own compilation: its lock, and what it tells other
+    threads meanwhile. Compiled functions that they call would take the trace of a graph for
+    `torch.fx.symbolic_trace`, and raise."""
+    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+    with compile_lock(), session():
+        yield
+
+
 def compiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The local and global variables of the function Dynamo compiles at this moment, where a
     backend is called by Dynamo. A graph's nodes name modules by the variable they were reached

@@ -35,7 +35,7 @@ from .._torch.aot import (
 )
 from .._torch.autocast import any_autocast_enabled, disable_autocast
 from .._torch.configs import compile_configs, own_cache_entries
-from .._torch.dynamo import compile_lock, counters, never_traced
+from .._torch.dynamo import compile_session, counters, never_traced
 from .._torch.fake_tensors import fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .._torch.kernels import kernels_opened
@@ -205,7 +205,7 @@ class Backward:
 
     def _choose(self, key: Key, args: list[Any]) -> Callable[..., Any]:
         """The code for a state that is met for the first time."""
-        with compile_lock(), put_right_after_errors(), disable_autocast():
+        with compile_session(), put_right_after_errors(), disable_autocast():
             if key not in self._codes:
                 if self._assumed is None:
                     self._codes[key] = self._compiled(key, args)
@@ -335,7 +335,7 @@ class Backward:
         """The backward graph that compiled autograd copies, for the state of this moment."""
         device_types = self._region.device_types
         key = found = current_key(device_types)
-        with compile_lock(), put_right_after_errors(), disable_autocast():
+        with compile_session(), put_right_after_errors(), disable_autocast():
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed

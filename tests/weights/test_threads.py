@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from autocast_backend import multi_cast
 from autocast_backend.weights import graph_weights
-from tests.support import assert_same_bits
+from tests.support import BF16, FP16, assert_same_bits
 
 from .support import bf16, casts_made, data, make, ours
 
@@ -107,3 +109,32 @@ def test_the_second_call_of_a_scope_is_compiled_by_one_of_them() -> None:
     assert compiled_graphs == 2
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])
+
+
+def test_what_is_compiled_late_tells_other_threads_so_as_dynamo_does() -> None:
+    """PyTorch takes the trace of a graph for `torch.fx.symbolic_trace` otherwise, and has compiled
+    functions that another thread calls meanwhile raise."""
+    told = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        told.append(torch.compiler.is_compiling())
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    inner = aot_autograd(fw_compiler=compiler)
+    model = torch.nn.Linear(4, 4)
+    options = {"inner": inner}
+    compiled = torch.compile(model, backend="smart_autocast", options=options)
+    with torch.no_grad(), torch.autocast(**BF16):
+        compiled(torch.randn(2, 4))
+        compiled(torch.randn(2, 4))  # compiles again: the casts are made outside
+    first, *late = told
+    assert late == [first]
+
+    told.clear()
+    with torch.autocast(**BF16):
+        loss = compiled(torch.randn(2, 4)).float().square().sum()
+    with torch.autocast(**FP16):
+        loss.backward()
+    first, _, variant = told  # the first backward's compiler is called as stock calls it
+    assert variant == first
