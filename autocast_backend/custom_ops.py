@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
-from ._torch.inside import Watching
+from ._torch.inside import Watching, opaque_ops
 from ._torch.ops import OpOverload, op_name_of
+from .graphs import nodes_of
 from .policies.table import Policy, find_policy, name_of
 from .state import AutocastState, DeviceAutocast
 
@@ -24,10 +26,25 @@ class CustomOpWarning(UserWarning):
     Compiled, autocast is off in there."""
 
 
+def ops_without_rule(
+    graph_module: fx.GraphModule, state: AutocastState
+) -> dict[OpOverload, AutocastState]:
+    """The custom ops without an autocast rule that a graph calls, all under `state`."""
+    on = [device.device_type for device in state.enabled_devices]
+    return {
+        op: state
+        for node in nodes_of(graph_module)
+        # `auto_functionalized` has the op that it calls as an argument.
+        for target in (node.target, *node.args[:1])
+        for op in opaque_ops(target, on)
+    }
+
+
 def first_run_watched(
     compiled: Callable[..., Any], ops: Mapping[OpOverload, AutocastState]
 ) -> Callable[..., Any]:
     """The compiled graph, which warns once if eager autocast would act inside of its custom ops.
+    Each op is watched in the first call that runs it: those in a branch of `cond` may run later.
 
     Args:
         ops: custom ops without an autocast rule, and the state that they stand under.
@@ -46,9 +63,11 @@ def first_run_watched(
     def run(*args: Any) -> Any:
         if not unseen:
             return compiled(*args)
-        with Watching(ops, tell):
+        watching = Watching(unseen.keys(), tell)
+        with watching:
             results = compiled(*args)
-        unseen.clear()
+        for op in watching.ran:
+            unseen.pop(op, None)
         return results
 
     return run

@@ -117,6 +117,73 @@ def test_a_custom_op_is_watched_in_bodies_of_higher_order_ops(
     torch.testing.assert_close(first, expected)
 
 
+@pytest.fixture
+def calling_product(product: Any) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Ways to call `product` that the graph does not show."""
+
+    @torch.library.custom_op("smart_autocast_tests::nested", mutates_args=())
+    def nested(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.ops.smart_autocast_tests.product(x, w) + 1
+
+    nested.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
+
+    @torch.library.custom_op("smart_autocast_tests::written", mutates_args=("out",))
+    def written(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x @ w)
+
+    def mutates(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        written(x, w, out)
+        return out
+
+    yield {"by_another_op": nested, "into_an_argument": mutates}
+    for op in (nested, written):
+        op._lib._destroy()
+
+
+@pytest.mark.parametrize("way", ["by_another_op", "into_an_argument"])
+def test_a_custom_op_is_watched_however_it_is_called(
+    calling_product: dict[str, Callable[..., Any]], way: str
+) -> None:
+    torch._dynamo.reset()
+    function = calling_product[way]
+    compiled = torch.compile(in_region(lambda x, w: function(x, w)), **OURS)
+    with pytest.warns(CustomOpWarning, match="matmul"):
+        compiled(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_a_custom_op_in_a_branch_is_watched_when_the_branch_is_taken(product: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        in_region(lambda x, w: torch.cond(x.sum() > 0, product, torch.add, (x, w))), **OURS
+    )
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+    with warnings.catch_warnings(action="error", category=CustomOpWarning):
+        compiled(-x, w)
+    with pytest.warns(CustomOpWarning, match="product calls aten::matmul"):
+        compiled(x, w)
+
+
+def test_a_custom_op_in_a_backward_is_watched_under_the_state_that_it_meets(product: Any) -> None:
+    class Negate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(w)
+            return -x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return product(grad, *ctx.saved_tensors), None
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: Negate.apply(x, w), **OURS)
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    with warnings.catch_warnings(action="error", category=CustomOpWarning):
+        compiled(x, w).sum().backward()
+    with torch.autocast(**BF16), pytest.warns(CustomOpWarning, match="calls aten::matmul"):
+        compiled(x, w).sum().backward()
+
+
 def of_the_lower_precision(product: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     with torch.autocast(**BF16):
         return product(x.bfloat16(), w.bfloat16())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DispatchKey
 from torch._higher_order_ops.base_hop import FunctionWithNoFreeVars
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
@@ -39,7 +40,11 @@ class Watching(TorchDispatchMode):
 
     Args:
         ops: whose kernels.
-        tell: called with one of them, an op that its kernel calls, and the tensors that gets.
+        tell: called with one of them, an op that its kernel calls, and the tensors that gets; the
+            kernels of custom ops that it calls are looked into as well.
+
+    Attributes:
+        ran: those of `ops` that were called.
     """
 
     supports_higher_order_operators = True
@@ -50,6 +55,7 @@ class Watching(TorchDispatchMode):
         tell: Callable[[OpOverload, OpOverload, list[torch.Tensor]], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ran: set[OpOverload] = set()
         self._ops = ops
         self._tell = tell
         self._inside: OpOverload | None = None
@@ -58,22 +64,31 @@ class Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         values = pytree.tree_leaves((args, kwargs))
         if isinstance(func, HigherOrderOperator):
+            if any(isinstance(value, OpOverload) and value in self._ops for value in values):
+                kernel = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+                if kernel is not None:  # `auto_functionalized`, which calls the op
+                    with self:
+                        return kernel(*args, **kwargs)
             bodies = map(_unwrapped, values)
             with self._entered_by(body for body in bodies if isinstance(body, nn.Module)):
                 return func(*args, **kwargs)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if self._inside is not None:
-            self._tell(self._inside, func, tensors)
-            return func(*args, **kwargs)
-        key = _key_of_kernel(func, tensors) if func in self._ops else None
+        outer = self._inside
+        if outer is None:
+            is_watched = func in self._ops
+            self.ran.update({func} if is_watched else ())
+        else:
+            self._tell(outer, func, tensors)
+            is_watched = bool(opaque_ops(func, {t.device.type for t in tensors}))
+        key = _key_of_kernel(func, tensors) if is_watched else None
         if key is None:
             return func(*args, **kwargs)
-        self._inside = func
+        self._inside = outer or func
         try:
             with self:
                 return func._op_dk(key, *args, **kwargs)
         finally:
-            self._inside = None
+            self._inside = outer
 
     @contextmanager
     def _entered_by(self, bodies: Iterable[nn.Module]) -> Iterator[None]:

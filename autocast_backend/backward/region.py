@@ -39,6 +39,7 @@ from .._torch.dynamo import compile_session, counters, never_traced
 from .._torch.fake_tensors import fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .._torch.kernels import kernels_opened
+from ..custom_ops import first_run_watched, ops_without_rule
 from ..graphs import copy_graph
 from ..guards import ShapeGuards
 from ..state import AutocastState, outside_of_contexts, put_right_after_errors
@@ -208,11 +209,18 @@ class Backward:
         with compile_session(), put_right_after_errors(), disable_autocast():
             if key not in self._codes:
                 if self._assumed is None:
-                    self._codes[key] = self._compiled(key, args)
+                    code = self._compiled(key, args)
                 else:
                     self._compare(key)
-                    self._codes[key] = self._compiled(self._assumed, args)
+                    code = self._compiled(self._assumed, args)
+                self._codes[key] = self._watched(code, key)
             return self._codes[key]
+
+    def _watched(self, code: Callable[..., Any], key: Key) -> Callable[..., Any]:
+        """The code for a state, which warns of custom ops that eager autocast would act in."""
+        state = AutocastState.of(regions(key))
+        ops = ops_without_rule(self._training.backward_module(), state) if key else {}
+        return first_run_watched(code, ops) if ops else code
 
     def _compare(self, found: Key) -> None:
         """Tell of a backward that the pinned assumption makes differ from eager's."""
