@@ -2,9 +2,11 @@
 
 A cast is right while its weight is the tensor that was cast and nothing has written to it: the same
 object, version counter, address and storage, and no optimizer step on its memory since (optimizers
-with `fused=True` write without counting the version up). The object is known by its id alone,
-because `torch.utils.swap_tensors` refuses tensors with weak references; another tensor with the id
-of one that was freed has another storage, or shares its version counter.
+with `fused=True` write without counting the version up). The object is known by its id, because
+`torch.utils.swap_tensors` refuses tensors with weak references, and by its `__dict__`, which is
+kept here: another tensor may get the id of one that was freed, over the same memory, with a version
+counter of its own. It is not kept where attributes may lead to the model, which would never be
+freed then; Dynamo's are strings.
 """
 
 from __future__ import annotations
@@ -28,6 +30,14 @@ Key = tuple[int, torch.dtype]
 
 _version = operator.attrgetter("_version")
 _address = torch.Tensor.data_ptr
+_attributes = operator.attrgetter("__dict__")
+
+
+def _identity(weight: Tensor) -> dict[str, Any] | None:
+    """What no other tensor has for as long as it is kept; `torch.utils.swap_tensors` swaps it."""
+    attributes: dict[str, Any] = _attributes(weight)
+    harmless = all(isinstance(v, (str, int, float, type(None))) for v in attributes.values())
+    return attributes if harmless else None
 
 
 def _storage(weight: Tensor, when_freed: Any = None) -> weakref.ref[Any]:
@@ -49,12 +59,13 @@ class Cast:
     It is freed by C code alone, because a scope may end inside of ATen's lock (see `scope.Scope`).
     """
 
-    __slots__ = ("_address", "_layout", "_storage", "_version", "memory")
+    __slots__ = ("_address", "_identity", "_layout", "_storage", "_version", "memory")
 
     def __init__(self, weight: Tensor) -> None:
         self.memory = _Memory()
         self._version: int | None = _version(weight)
         self._address = _address(weight)
+        self._identity = _identity(weight)
         self._storage = _storage(weight, functools.partial(setattr, self.memory, "cast"))
         self._layout = (weight.shape, weight.stride())
 
@@ -65,6 +76,7 @@ class Cast:
             self._version == _version(weight)  # `torch.utils.swap_tensors` may lower it
             and self._address == _address(weight)
             and self._layout == (weight.shape, weight.stride())
+            and (self._identity is None or self._identity is weight.__dict__)
         )
 
     def is_alive(self) -> bool:
@@ -110,13 +122,15 @@ class Seen(NamedTuple):
     versions: list[int]
     addresses: list[int]
     storages: list[weakref.ref[Any]]
+    identities: list[dict[str, Any] | None]
     changes: int = -1
 
     @classmethod
     def of(cls, weights: list[Tensor], scope: Scope | None) -> Seen:
         storages = list(map(_storage, weights))
         versions, addresses = list(map(_version, weights)), list(map(_address, weights))
-        return cls(scope, list(map(id, weights)), versions, addresses, storages)
+        identities = list(map(_identity, weights))
+        return cls(scope, list(map(id, weights)), versions, addresses, storages, identities)
 
     def holds(self, weights: list[Tensor], scope: Scope | None, changes: int) -> bool:
         return (
@@ -126,4 +140,11 @@ class Seen(NamedTuple):
             and self.versions == list(map(_version, weights))
             and self.addresses == list(map(_address, weights))
             and all([storage() is not None for storage in self.storages])  # noqa: C419  (faster)
+            and (
+                all(map(operator.is_, self.identities, map(_attributes, weights)))
+                or all(
+                    i is None or i is w.__dict__
+                    for i, w in zip(self.identities, weights, strict=True)
+                )
+            )
         )

@@ -6,7 +6,9 @@ without the checks that notice this change, where it must not - so each check is
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -199,8 +201,10 @@ CASES = {
     "p.data-same-storage": Case(takes_the_second_set, ("address",), two_sets_in_one_storage),
     "in-place": Case(writes_in_place, ("version",)),
     "in-inference-mode": Case(writes_in_inference_mode, ("version",)),
-    "swap_tensors": Case(swaps, ("address", "storage", "version")),
-    "swap_tensors-same-memory": Case(swaps_for_a_lower_version, ("version",), writes_in_place),
+    "swap_tensors": Case(swaps, ("address", "storage", "version", "identity")),
+    "swap_tensors-same-memory": Case(
+        swaps_for_a_lower_version, ("version", "identity"), writes_in_place
+    ),
     "load_state_dict": Case(loads(assign=False), ("version",)),
     "ema": Case(averages, ("version",)),
     "vector_to_parameters": Case(fills_from_a_vector, ("address", "storage", "version")),
@@ -216,7 +220,8 @@ def without(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif check == "storage":
         monkeypatch.setattr(cast, "_storage", lambda weight, when_freed=None: lambda: True)
     else:
-        monkeypatch.setattr(cast, f"_{check}", lambda weight: 0)
+        nothing = None if check == "identity" else 0
+        monkeypatch.setattr(cast, f"_{check}", lambda weight: nothing)
 
 
 def outputs_before_and_after(case: Case, weight_cache: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,6 +296,45 @@ def test_casts_that_the_closure_of_a_step_makes() -> None:
         expected = torch.compile(model, **ours(weight_cache="off"))(x)
     assert torch.equal(after, expected)
     assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_another_weight_over_the_memory_of_one_that_was_freed(
+    lifetime: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As code does that streams weights through one buffer. It has the id and the version of the
+    other, and no dead storage tells."""
+    if not checked:
+        monkeypatch.setattr(cast, "_identity", lambda weight: None)
+    torch._dynamo.reset()
+    model, x = nn.Linear(8, 8, bias=False).requires_grad_(False), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=lifetime))
+    ids, stale = [], []
+    with torch.no_grad(), bf16():
+        for _ in range(10):
+            compiled(x)
+            ids.append(id(model.weight))
+            values, version = model.weight.data, model.weight._version
+            values.mul_(2)
+            while values._version < version:
+                values.mul_(1)
+            del model.weight
+            model.weight = nn.Parameter(values, requires_grad=False)
+            stale.append(not torch.equal(compiled(x), torch.nn.functional.linear(x, model.weight)))
+    assert len(set(ids)) < len(ids), "no id was given out again"
+    assert any(stale) != checked
+
+
+def test_a_cast_does_not_keep_the_model_that_attributes_of_a_weight_lead_to() -> None:
+    model = nn.Linear(8, 8)
+    model.weight.loader = model.forward  # type: ignore[attr-defined]
+    casts = cast.Cast(model.weight), cast.Seen.of([model.weight], None)
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
+    del casts
 
 
 def test_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
