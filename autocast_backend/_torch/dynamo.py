@@ -33,6 +33,13 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     return exceptions_allowed_to_be_fallback
 
 
+def dynamo_error() -> type[Exception]:
+    """What higher-order ops raise that cannot be traced, of all of Dynamo's errors."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 def lookup_backend(name: str) -> Callable[..., Any]:
     """The registered Dynamo backend `name`; there is no public lookup."""
     from torch._dynamo.backends.registry import lookup_backend

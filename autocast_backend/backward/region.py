@@ -35,7 +35,7 @@ from .._torch.aot import (
 )
 from .._torch.autocast import any_autocast_enabled, disable_autocast
 from .._torch.configs import compile_configs, own_cache_entries
-from .._torch.dynamo import compile_session, counters, never_traced
+from .._torch.dynamo import compile_session, counters, dynamo_error, never_traced
 from .._torch.fake_tensors import fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .._torch.kernels import kernels_opened
@@ -280,7 +280,11 @@ class Backward:
         if not self._joints:
             self._guards = ShapeGuards(self._region.inputs)  # every variant hangs on every trace
         if key not in self._joints:
-            self._joints[key] = self._region.trace(key)
+            try:
+                self._joints[key] = self._region.trace(key)
+            except dynamo_error() as error:  # the dtypes in a body of `while_loop` do not fit, say
+                reason, *_ = str(error).splitlines()
+                raise self._cannot_follow(key, reason.rstrip(".: ")) from error
             self._calls[key] = calls_of(self._joints[key].graph_module)
         return self._calls[key]
 

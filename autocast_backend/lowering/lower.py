@@ -124,8 +124,7 @@ def _judged(
     fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])
     with report.timed("validation"):
         judge(candidates, fake_mode, context.validate, report)
-        if context.validate != "off":
-            judge_transforms(candidates, fake_mode)
+        judge_transforms(candidates, fake_mode)
         if context.other_dtypes:
             judge_other_dtypes(candidates, fake_mode)
     return plans, candidates, fake_mode

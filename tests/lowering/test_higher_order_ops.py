@@ -22,7 +22,7 @@ from torch._higher_order_ops.wrap import wrap
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend import lower_autocast
+from autocast_backend import BackwardError, lower_autocast
 from tests.support import (
     BF16,
     FP16,
@@ -218,6 +218,35 @@ def test_gradients_are_eagers_in_every_state(
         assert any(not torch.equal(c, e) for c, e in zip(called[2], expected[2], strict=True)), (
             "eager's cond is its branch: say so in DESIGN.md"
         )
+
+
+WHILE_LOOP_HAS_GRADIENTS = needs_torch(2, 13, because="while_loop has no gradients before")
+
+
+@WHILE_LOOP_HAS_GRADIENTS
+@pytest.mark.parametrize("around", [BF16, FP16])
+def test_gradients_of_a_loop(around: dict[str, Any]) -> None:
+    case = Case(lambda x, w: loop(x, w)[1], (8, 8))
+    expected = gradients_in_three_states(case, around, compiled=False)
+    options = {"inner": "aot_eager"}
+    actual = gradients_in_three_states(case, around, backend="smart_autocast", options=options)
+    assert_same_bits(actual, expected)
+
+
+@WHILE_LOOP_HAS_GRADIENTS
+def test_a_loop_that_cannot_be_traced_in_the_state_of_its_backward() -> None:
+    """The gradient of the carry is float32 outside of autocast, and bfloat16 after the body under
+    it."""
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager"}
+    compiled = torch.compile(loop, backend="smart_autocast", options=options, fullgraph=True)
+    x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    _, output = compiled(x, w)
+    message = r"cannot follow autocast cpu: bfloat16: Expected carried_inputs .*Call backward\(\)"
+    with torch.autocast(**BF16), pytest.raises(BackwardError, match=message):
+        output.sum().backward(retain_graph=True)
+    output.sum().backward()
+    assert w.grad is not None
 
 
 def test_a_map_that_switches_autocast_off_is_not_eagers() -> None:

@@ -86,10 +86,23 @@ def test_a_gradient_inside_is_lowered() -> None:
     assert_same_bits(tensors(graph(x)), tensors(region(x)))
 
 
-def test_without_validation_nothing_is_claimed() -> None:
+def test_a_span_is_proved_without_validation_too() -> None:
+    """No table has it, and the casts of weights that it shares with other calls are found so."""
     graph = capture(under(lambda x: mapped(x, torch.eye(8))), torch.randn(3, 8, 8))
-    report = lower_with_report(graph, AutocastState.off(), validate="off")
-    assert report.bracketed
+    assert lower_with_report(graph, AutocastState.off(), validate="off").bracketed == []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda v: v @ w)(x).float().sin() + (x.cos() @ w).float()
+
+    def gradient(function: Function) -> torch.Tensor:
+        w = torch.linspace(-2, 2, 64).view(8, 8).requires_grad_()
+        output = under(function)(torch.linspace(-1, 3, 64).view(8, 8), w)
+        return torch.autograd.grad(output.square().sum(), w)[0]
+
+    options = {"inner": "aot_eager", "validate": "off"}
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="smart_autocast", options=options)
+    assert_same_bits(gradient(compiled), gradient(function))
 
 
 def test_a_lowered_span_serves_other_dtypes() -> None:
