@@ -220,7 +220,7 @@ def test_gradients_are_eagers_in_every_state(
         )
 
 
-WHILE_LOOP_HAS_GRADIENTS = needs_torch(2, 13, because="while_loop has no gradients before")
+WHILE_LOOP_HAS_GRADIENTS = needs_torch(2, 13, because="while_loop has no gradients")
 
 
 @WHILE_LOOP_HAS_GRADIENTS
