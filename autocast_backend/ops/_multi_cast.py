@@ -79,7 +79,6 @@ def autograd_out(
             "smart_autocast::multi_cast: argument 'out' takes no derivatives, but a tensor has a "
             "tangent (forward-mode AD); call it without 'out'"
         )
-    reference.refuse_inference_tensors("multi_cast", out)
     below(tensors, dtype, out=out)
     torch.autograd.graph.increment_version(out)
 

@@ -18,7 +18,6 @@ from .reference import (
     empty_batch,
     fail,
     refuse_derivatives,
-    refuse_inference_tensors,
 )
 
 _OP = "unscale_cast"
@@ -133,7 +132,6 @@ def autograd_out(
 ) -> Tensor:
     """The same for the form with `out`."""
     refuse_derivatives(_OP, grads, scale, out)
-    refuse_inference_tensors(_OP, out)
     found = below(grads, scale, dtype, out=out)
     torch.autograd.graph.increment_version(out)
     return found

@@ -91,16 +91,6 @@ def address_of(tensor: Tensor) -> int:
     return address
 
 
-def refuse_inference_tensors(op: str, out: Sequence[Tensor]) -> None:
-    """For tensors that an op writes to, as autograd refuses those that no version is kept of."""
-    if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, out)):
-        raise fail(
-            op,
-            "argument 'out' must not hold inference tensors outside of torch.inference_mode(); "
-            "pass tensor.clone(), or call it inside",
-        )
-
-
 def empty_batch(
     tensors: Sequence[Tensor], dims: Sequence[int | None], dtype: torch.dtype
 ) -> list[Tensor]:

@@ -344,18 +344,6 @@ def test_dtypes_without_numbers_are_an_error(dtype: torch.dtype) -> None:
             multi_cast(tensors, bf16)
 
 
-def test_inference_tensors_are_written_in_inference_mode_alone() -> None:
-    with torch.inference_mode():
-        out = torch.zeros(4, dtype=bf16)
-    a = sample(f32, 4)
-    with pytest.raises(RuntimeError, match=r"'out' must not hold inference tensors"):
-        multi_cast([a], bf16, out=[out])
-    assert torch.equal(out, torch.zeros(4, dtype=bf16))
-    with torch.inference_mode():
-        multi_cast([a], bf16, out=[out])
-    assert_same(out, a.bfloat16())
-
-
 def test_jit_trace_keeps_what_is_written() -> None:
     def cast_twice(x: torch.Tensor) -> torch.Tensor:
         y, z = torch.zeros(4), torch.zeros(4, dtype=bf16)

@@ -126,14 +126,6 @@ def test_jit_trace_keeps_what_is_written() -> None:
     assert_same(traced(grad), unscale(grad))
 
 
-def test_inference_tensors_are_written_in_inference_mode_alone() -> None:
-    with torch.inference_mode():
-        out = torch.zeros(4)
-    with pytest.raises(RuntimeError, match=r"'out' must not hold inference tensors"):
-        unscale_cast([sample(f16, 4)], SCALE, out=[out])
-    assert torch.equal(out, torch.zeros(4))
-
-
 def test_an_out_that_is_no_dense_tensor() -> None:
     grad = sample(f32, 2, 2)
     with pytest.raises(RuntimeError, match=r"'out' must be a dense tensor .* got an MKLDNN tensor"):

@@ -155,7 +155,12 @@ struct Avx512Lanes {
   static __m512i to_bf16(Register value, int nan) {
 #if defined(__AVX512BF16__)
     // The instruction takes denormal numbers for zero and keeps some of a NaN: rare, so looked for.
-    if (__builtin_expect((denormal_or_nan(value.low) | denormal_or_nan(value.high)) == 0, 1)) {
+    // A thread that takes denormals for zeros (torch.set_flush_denormal) has them in that class.
+    constexpr int kZeroDenormalOrNan = 0x02 | 0x04 | 0x20 | 0x80 | 0x01;
+    const __mmask16 low = _mm512_fpclass_ps_mask(value.low, kZeroDenormalOrNan);
+    const __mmask16 high = _mm512_fpclass_ps_mask(value.high, kZeroDenormalOrNan);
+    if (__builtin_expect((low | high) == 0, 1) ||
+        (not_zero(low, value.low) | not_zero(high, value.high)) == 0) {
       return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(value.high, value.low));
     }
 #endif
@@ -164,11 +169,8 @@ struct Avx512Lanes {
         _mm512_cvtepi32_epi16(round_to_bf16(value.high, nan)), 1);
   }
 #if defined(__AVX512BF16__)
-  // In a thread that takes denormals for zeros (torch.set_flush_denormal), they are of that class.
-  static __mmask16 denormal_or_nan(__m512 value) {
-    constexpr int kZeroDenormalOrNan = 0x02 | 0x04 | 0x20 | 0x80 | 0x01;
-    const __mmask16 rare = _mm512_fpclass_ps_mask(value, kZeroDenormalOrNan);
-    return _mm512_mask_test_epi32_mask(rare, _mm512_castps_si512(value),
+  static __mmask16 not_zero(__mmask16 among, __m512 value) {
+    return _mm512_mask_test_epi32_mask(among, _mm512_castps_si512(value),
                                        _mm512_set1_epi32(0x7fffffff));
   }
 #endif
