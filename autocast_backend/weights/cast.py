@@ -5,14 +5,15 @@ object, version counter, address and storage, and no optimizer step on its memor
 with `fused=True` write without counting the version up). The object is known by its id, because
 `torch.utils.swap_tensors` refuses tensors with weak references, and by its `__dict__`, which is
 kept here: another tensor may get the id of one that was freed, over the same memory, with a version
-counter of its own. It is not kept where attributes may lead to the model, which would never be
-freed then; Dynamo's are strings.
+counter of its own. Where attributes may lead to the model, which would never be freed then, they
+get one more, a string; Dynamo's own are strings.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import uuid
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -33,11 +34,22 @@ _address = torch.Tensor.data_ptr
 _attributes = operator.attrgetter("__dict__")
 
 
-def _identity(weight: Tensor) -> dict[str, Any] | None:
+_NAME = "_smart_autocast_name"
+"""Of the attribute."""
+
+
+def _identity(weight: Tensor) -> dict[str, Any] | str:
     """What no other tensor has for as long as it is kept; `torch.utils.swap_tensors` swaps it."""
     attributes: dict[str, Any] = _attributes(weight)
-    harmless = all(isinstance(v, (str, int, float, type(None))) for v in attributes.values())
-    return attributes if harmless else None
+    if all(isinstance(v, (str, int, float, type(None))) for v in attributes.values()):
+        return attributes
+    name: str = attributes.setdefault(_NAME, uuid.uuid4().hex)
+    return name
+
+
+def _is_of(identity: dict[str, Any] | str, weight: Tensor) -> bool:
+    attributes = _attributes(weight)
+    return identity is attributes or identity == attributes.get(_NAME)
 
 
 def _storage(weight: Tensor, when_freed: Any = None) -> weakref.ref[Any]:
@@ -76,7 +88,7 @@ class Cast:
             self._version == _version(weight)  # `torch.utils.swap_tensors` may lower it
             and self._address == _address(weight)
             and self._layout == (weight.shape, weight.stride())
-            and (self._identity is None or self._identity is weight.__dict__)
+            and _is_of(self._identity, weight)
         )
 
     def is_alive(self) -> bool:
@@ -122,7 +134,7 @@ class Seen(NamedTuple):
     versions: list[int]
     addresses: list[int]
     storages: list[weakref.ref[Any]]
-    identities: list[dict[str, Any] | None]
+    identities: list[dict[str, Any] | str]
     changes: int = -1
 
     @classmethod
@@ -142,9 +154,6 @@ class Seen(NamedTuple):
             and all([storage() is not None for storage in self.storages])  # noqa: C419  (faster)
             and (
                 all(map(operator.is_, self.identities, map(_attributes, weights)))
-                or all(
-                    i is None or i is w.__dict__
-                    for i, w in zip(self.identities, weights, strict=True)
-                )
+                or all(map(_is_of, self.identities, weights))
             )
         )

@@ -219,9 +219,10 @@ def without(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache, "all_casts", lambda: iter(()))
     elif check == "storage":
         monkeypatch.setattr(cast, "_storage", lambda weight, when_freed=None: lambda: True)
+    elif check == "identity":
+        monkeypatch.setattr(cast, "_is_of", lambda identity, weight: True)
     else:
-        nothing = None if check == "identity" else 0
-        monkeypatch.setattr(cast, f"_{check}", lambda weight: nothing)
+        monkeypatch.setattr(cast, f"_{check}", lambda weight: 0)
 
 
 def outputs_before_and_after(case: Case, weight_cache: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,13 +301,14 @@ def test_casts_that_the_closure_of_a_step_makes() -> None:
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
 @pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("attribute", [None, len], ids=["without_attributes", "with_a_function"])
 def test_another_weight_over_the_memory_of_one_that_was_freed(
-    lifetime: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+    lifetime: str, checked: bool, attribute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As code does that streams weights through one buffer. It has the id and the version of the
     other, and no dead storage tells."""
     if not checked:
-        monkeypatch.setattr(cast, "_identity", lambda weight: None)
+        without("identity", monkeypatch)
     torch._dynamo.reset()
     model, x = nn.Linear(8, 8, bias=False).requires_grad_(False), data(3, 8)
     compiled = torch.compile(model, **ours(weight_cache=lifetime))
@@ -321,6 +323,7 @@ def test_another_weight_over_the_memory_of_one_that_was_freed(
                 values.mul_(1)
             del model.weight
             model.weight = nn.Parameter(values, requires_grad=False)
+            model.weight.loader = attribute  # type: ignore[attr-defined]
             stale.append(not torch.equal(compiled(x), torch.nn.functional.linear(x, model.weight)))
     assert len(set(ids)) < len(ids), "no id was given out again"
     assert any(stale) != checked
