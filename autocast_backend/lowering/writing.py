@@ -179,8 +179,8 @@ class Writer:
             key = (weight, target, args[1:], c.placement.scope, c.grad)
             if key not in self.weight_casts:
                 with self.graph.inserting_before(c.shared_before or c.node):
-                    inside = c.in_transform and c.shared_before is None
-                    cast = self._add(c, target, (weight, *args[1:]), kwargs, inside)
+                    # A weight comes from outside of transforms, and its cast has an example value.
+                    cast = self._add(c, target, (weight, *args[1:]), kwargs, inside=False)
                 self.weight_casts[key] = cast
                 if not is_cleared(c.placement.scope):
                     cast.meta[CACHED] = True
