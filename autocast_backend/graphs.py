@@ -56,6 +56,10 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
         values[node] = graph.node_copy(node, values.__getitem__)
         # Weak references to the graph's real inputs; `torch.utils.swap_tensors` refuses those.
         values[node].meta.pop("grapharg", None)
+    # `node_copy` would rename an input called `input`, as every name of a Python builtin, and with
+    # it `max_1`: but a graph signature knows them by their names.
+    for node, copied in values.items():
+        copied.name = node.name
     same_inputs(graph, module.graph)
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)

@@ -60,6 +60,48 @@ def test_a_strict_export() -> None:
     assert_same_bits(save_and_load(lowered).module()(X), Layer(region=True)(X))
 
 
+class NamedAsBuiltins(nn.Module):
+    """FX names no node of its own after a Python builtin, but export does: after the inputs. `max`
+    is then the name of an input, and `max_1` that of a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, input: Tensor, max: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(**BF16):
+            y = self.layer(input)
+        self.count.add_(1)
+        max.mul_(2)
+        return y, torch.max(y @ y.T), input, max + self.count
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_inputs_with_names_of_builtins(strict: bool) -> None:
+    program = torch.export.export(NamedAsBuiltins(), (X, X[:, 0].clone()), strict=strict)
+    lowered = lower(program)
+    assert str(lowered.graph_signature) == str(program.graph_signature)
+    assert str(hops_to_regions(program.graph_module, program.graph_signature)[1]) == str(
+        program.graph_signature
+    )
+    assert {"input", "max", "max_1"} <= {node.name for node in lowered.graph.nodes}
+    run, model = module(lowered), NamedAsBuiltins()
+    for _ in range(2):
+        expected = model(X, written := X[:, 0].clone())
+        assert_same_bits(run(X, w := X[:, 0].clone()), expected)
+        assert_same_bits(w, written)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), nn.GRU(8, 4)], ids=["Linear", "GRU"])
+def test_modules_whose_input_is_called_input(model: nn.Module) -> None:
+    lowered = lower(torch.export.export(model, (X,)), ambient=BF16)
+    with torch.autocast(**BF16):
+        expected = model(X)
+    assert_same_bits(save_and_load(lowered).module()(X), expected)
+
+
 def test_the_proof_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Fake tensors log each refusal as an error; trying is none."""
 
