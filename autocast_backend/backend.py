@@ -228,7 +228,7 @@ def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[...,
     log.warning(
         "not compiled: a graph runs as in eager mode, because the casts that %s makes of weights "
         "could not be shared with other calls, as autocast shares them [%s]. If allow_in_graph "
-        "hides that function from Dynamo, take it away",
+        "hides a function of yours from Dynamo, take it away",
         getattr(call.target, "__name__", call.target),
         source_line(call),
     )

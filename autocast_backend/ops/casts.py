@@ -162,7 +162,7 @@ def multi_cast(
 
     Raises:
         TypeError: ``tensors`` or ``out`` is no list or tuple of tensors, or ``dtype`` no
-            ``torch.dtype``, or ``seed`` or ``offset`` no int.
+            ``torch.dtype``, or ``seed`` (also where it is missing) or ``offset`` no int.
         ValueError: ``dtype`` is not floating, or ``torch.float4_e2m1fn_x2``; another ``rounding``;
             ``seed``, ``offset`` or ``out`` do not go with it, or are beyond 64 bits.
         RuntimeError: a tensor is sparse, MKLDNN, quantized, complex, float4 or of a dtype without
