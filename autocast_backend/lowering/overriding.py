@@ -15,9 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from .._torch.dynamo import is_higher_order_op
 from .._torch.writes import hidden_writes
@@ -26,7 +24,7 @@ from ..regions import Placement, find_regions, is_region_node, source_line
 from ..validation.compare import Failed, observe
 from . import recipes
 from .planning import Candidate, Overridden, touches_tensors
-from .proving import follow, looks_mutating, replicas, treats
+from .proving import follow, looks_mutating, treats, written_and_returned
 from .recipes import Recipe
 
 
@@ -137,19 +135,8 @@ def _writes(c: Candidate, fake_mode: Any) -> bool:
     of these would be written to in their place."""
     if looks_mutating(c.node) or hidden_writes(c.node):
         return True
-    copied = replicas()
-    given: list[tuple[torch.Tensor, int]] = []
-
-    def call() -> Any:
-        target, args, kwargs = recipes.apply(
-            Recipe(), c.node, lambda _, n: copied(n.meta.get("example_value")), recipes.run
-        )
-        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        given.extend((tensor, tensor._version) for tensor in tensors)
-        return recipes.run(target, args, kwargs)
-
-    observe(call, c.placement.state, fake_mode, grad=False)
-    return any(tensor._version != version for tensor, version in given)
+    written, _ = written_and_returned(c.node, c.placement.state, fake_mode)
+    return bool(written)
 
 
 def _check_off(override: Override, c: Candidate) -> None:
@@ -174,28 +161,12 @@ def _check(override: Override, c: Candidate, recipe: Recipe, fake_mode: Any) -> 
         )
     if not recipe:
         return
-    given: list[torch.Tensor] = []
-
-    def result() -> Any:
-        value = follow(c.node, Recipe())
-        arguments = [n.meta.get("example_value") for n in recipes.tensor_arguments(c.node)]
-        results = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-        given.extend(t for t in results if any(_is_alias(t, a) for a in arguments))
-        return value
-
-    observe(result, c.placement.state, fake_mode, c.grad)
-    if given:
+    _, returned = written_and_returned(c.node, c.placement.state, fake_mode)
+    if returned:
         raise PolicyError(
             f"{override}: {call_name(c.node)} returns a view of its argument, which a cast would "
             "cut off from it; name the ops that compute something instead"
         )
-
-
-def _is_alias(result: torch.Tensor, argument: Any) -> bool:
-    if not isinstance(argument, torch.Tensor):
-        return False
-    bases = [argument] + ([argument._base] if argument._base is not None else [])
-    return result is argument or any(result._base is base for base in bases)
 
 
 def call_name(node: fx.Node) -> str:

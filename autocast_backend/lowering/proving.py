@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from .._torch.autocast import disable_autocast, has_autocast_kernel
 from .._torch.dynamo import requires_grad_changes_after
 from .._torch.fake_tensors import observing
 from .._torch.kernels import body_of_triton_op
 from .._torch.ops import overloads_of
+from .._torch.tensors import storages_of
 from ..policies.table import Policy
 from ..reports.report import Report
 from ..state import AutocastState
@@ -263,6 +265,33 @@ def follow(node: fx.Node, recipe: Recipe) -> Any:
         recipe, node, lambda _, n: fresh(n.meta.get("example_value")), recipes.run
     )
     return recipes.run(target, args, kwargs)
+
+
+def written_and_returned(
+    node: fx.Node, state: AutocastState | None, fake_mode: Any
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The arguments that a call writes to, and those whose memory it returns; none where it cannot
+    run under `state` (None: autocast off)."""
+    copied = replicas()
+    versions: dict[fx.Node, int] = {}
+    results: list[Any] = []
+
+    def copy(_: int, argument: fx.Node) -> Any:
+        value = copied(argument.meta.get("example_value"))
+        if isinstance(value, torch.Tensor):
+            versions[argument] = value._version
+        return value
+
+    def call() -> None:
+        results.append(recipes.run(*recipes.apply(Recipe(), node, copy, recipes.run)))
+
+    observe(call, state, fake_mode, grad=False)
+    values = {argument: copied(argument.meta["example_value"]) for argument in versions}
+    returned = storages_of(t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor))
+    return (
+        {a for a, version in versions.items() if values[a]._version != version},
+        {a for a, value in values.items() if not returned.isdisjoint(storages_of([value]))},
+    )
 
 
 def looks_mutating(node: fx.Node) -> bool:

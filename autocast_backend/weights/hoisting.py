@@ -12,7 +12,8 @@ what it would not, because autograd does not record it: a frozen parameter, a bu
 Left alone: casts inside the bodies of checkpoints, which are to be made again in the backward pass;
 weights that the graph writes to, computes gradients with respect to, or reads in ways that a
 gradient from outside would not add up with as in eager mode; tensor subclasses; what FSDP manages,
-whose tensors are filled anew behind the same version.
+whose tensors are filled anew behind the same version; casts that a call writes to or returns, where
+each call has one of its own in eager mode.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from .._torch.fsdp import is_managed_by_fsdp
 from .._torch.tensors import is_of_transform, storages_of
 from .._torch.writes import hidden_writes
 from ..graphs import copy_graph, nodes_of
+from ..lowering.proving import written_and_returned
 from ..lowering.writing import CACHED
 from ..reports.report import WeightCast
 from ..validation.compare import is_weight
@@ -117,6 +119,8 @@ def weight_casts(
             result = cast.meta["example_value"]
             uncached = result.requires_grad and CACHED not in cast.meta
             inside = "eager autocast does not cache it" if uncached else reason
+            if inside is None and (lasting or CACHED not in cast.meta) and _is_handed_out(cast):
+                inside = "a call writes to the cast or returns it"
             told.append(WeightCast(input_name(node), result.dtype, inside))
             if inside is None:
                 taken[cast] = i
@@ -268,6 +272,19 @@ def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None
     if any(storage == other.untyped_storage()._cdata for other in written):
         return "the graph writes to its memory"
     return None
+
+
+def _is_handed_out(cast: fx.Node) -> bool:
+    """Whether a call that reads a cast writes to its memory, or returns it to others who may, as
+    ops of users do. Later calls would read what was written."""
+    return any(_hands_out(reader, cast) for reader in cast.users)
+
+
+def _hands_out(reader: fx.Node, cast: fx.Node) -> bool:
+    # What does not run without autocast is in a bracket, and its casts are those that eager keeps.
+    fake_mode = fake_mode_of([cast.meta["example_value"]])
+    written, returned = written_and_returned(reader, None, fake_mode)
+    return cast in written or cast in returned or cast in hidden_writes(reader)
 
 
 def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:

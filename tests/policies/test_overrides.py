@@ -379,6 +379,10 @@ def test_an_override_that_a_call_cannot_take() -> None:
         with torch.autocast(**BF16):
             return (x @ x).view(-1)
 
+    def detached(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return (x @ x).detach()
+
     def mapped(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):
             return torch.func.vmap(lambda v: v @ v)(x)
@@ -398,6 +402,7 @@ def test_an_override_that_a_call_cannot_take() -> None:
             r"call of matmul .* gets bfloat16 and float32",
         ),
         (view, (x,), {"op": {"aten::view": "fp32"}}, r"returns a view of its argument"),
+        (detached, (x,), {"op": {"aten::detach": "fp32"}}, r"returns a view of its argument"),
         (mapped, (x[None],), {"op": {"aten::matmul": "fp32"}}, r"torch.func transform"),
         (
             before,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -505,3 +505,77 @@ def test_what_is_captured_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch)
     first = address(captured=False)
     assert address(captured=True) != first
     assert address(captured=False) == first
+
+
+@pytest.fixture(scope="module")
+def user_ops() -> Iterator[None]:
+    """`doubles_` writes to its weight, `same` returns it; autocast casts it for both."""
+    library = torch.library.Library("smart_autocast_written", "DEF")
+    library.define("same(Tensor(a) w) -> Tensor(a)")
+    library.impl("same", lambda w: w.view(w.shape), "CompositeImplicitAutograd")
+
+    def same_under_autocast(w: torch.Tensor) -> torch.Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet("AutocastCPU")):
+            return torch.ops.smart_autocast_written.same(w.bfloat16())
+
+    library.impl("same", same_under_autocast, "AutocastCPU")
+
+    @torch.library.custom_op("smart_autocast_written::doubles_", mutates_args=("w",))
+    def doubles_(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        w.mul_(2)
+        return x @ w
+
+    doubles_.register_fake(lambda w, x: x.new_empty(x.shape[0], w.shape[1]))
+    doubles_.register_autocast("cpu", torch.bfloat16)
+    yield
+    doubles_._lib._destroy()
+    library._destroy()
+
+
+def a_call_writes_to_its_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (torch.ops.smart_autocast_written.doubles_(w, x),)
+
+
+def the_graph_writes_to_a_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    same = torch.ops.smart_autocast_written.same(w)
+    same.mul_(2)
+    return (x.to(same.dtype) @ same,)
+
+
+def returns_its_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x @ w, torch.ops.smart_autocast_written.same(w)
+
+
+@pytest.mark.usefixtures("user_ops")
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        a_call_writes_to_its_cast,
+        the_graph_writes_to_a_cast,
+        returns_its_cast,
+    ],
+)
+def test_what_is_written_to_one_cast_is_not_read_by_other_calls(
+    function: Callable[..., tuple[torch.Tensor, ...]], lifetime: str
+) -> None:
+    """Eager autocast keeps no casts of frozen weights, so these calls have one each."""
+    w, x = data(8, 8), data(3, 8)
+
+    def results(call: Callable[..., tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            with bf16():
+                for _ in range(3):
+                    outputs = call(weight, x)
+                    found += [output.clone() for output in outputs]
+                    outputs[-1].mul_(2)
+        return [*found, weight]
+
+    weight = nn.Parameter(w.clone(), requires_grad=False)
+    expected = results(function)
+    weight = nn.Parameter(w.clone(), requires_grad=False)
+    actual = results(torch.compile(function, **ours(weight_cache=lifetime)))
+    for mine, eagers in zip(actual, expected, strict=True):
+        assert mine.dtype is eagers.dtype
+        assert torch.equal(mine, eagers)
