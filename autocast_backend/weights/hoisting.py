@@ -6,8 +6,9 @@
         x_cast = autocast_to_bf16(x)
         return linear(x_cast, w_cast, b_cast)
 
-A weight is what eager autocast would cache the cast of - a float32 leaf that requires grad - and
-what it would not, because autograd does not record it: a frozen parameter, a buffer.
+A weight is what eager autocast caches the cast of, a float32 leaf that requires grad; with
+weight_cache="version" also a frozen parameter or a buffer. Eager autocast reads those anew in every
+call, and so sees what is written to them in ways that PyTorch does not count.
 
 Left alone: casts inside the bodies of checkpoints, which are to be made again in the backward pass;
 weights that the graph writes to, computes gradients with respect to, or reads in ways that a
@@ -94,8 +95,11 @@ def weight_casts(
     """The casts of weights in a lowered graph that can leave it, each with the number of the
     argument it casts; and all casts of weights, for the report: those that cannot say why.
 
+    Args:
+        lasting: whether casts are kept across scopes (`weight_cache="version"`).
+
     Raises:
-        WeightCacheError: casts are to last (`weight_cache="version"`) and FSDP manages a weight.
+        WeightCacheError: they are `lasting` and FSDP manages a weight.
     """
     taken: dict[fx.Node, int] = {}
     told: list[WeightCast] = []
@@ -116,12 +120,8 @@ def weight_casts(
                 'weight_cache="scope" or "off"'
             )
         for cast in casts:
-            result = cast.meta["example_value"]
-            uncached = result.requires_grad and CACHED not in cast.meta
-            inside = "eager autocast does not cache it" if uncached else reason
-            if inside is None and (lasting or CACHED not in cast.meta) and _is_handed_out(cast):
-                inside = "a call writes to the cast or returns it"
-            told.append(WeightCast(input_name(node), result.dtype, inside))
+            inside = reason or _why_not_this_cast(cast, lasting=lasting)
+            told.append(WeightCast(input_name(node), cast.meta["example_value"].dtype, inside))
             if inside is None:
                 taken[cast] = i
     return taken, told
@@ -271,6 +271,17 @@ def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None
     storage = value.untyped_storage()._cdata
     if any(storage == other.untyped_storage()._cdata for other in written):
         return "the graph writes to its memory"
+    return None
+
+
+def _why_not_this_cast(cast: fx.Node, *, lasting: bool) -> str | None:
+    if CACHED not in cast.meta:
+        if cast.meta["example_value"].requires_grad:
+            return "eager autocast does not cache it"
+        if not lasting:
+            return 'eager autocast does not cache it, weight_cache="version" does'
+    if lasting and _is_handed_out(cast):
+        return "a call writes to the cast or returns it"
     return None
 
 

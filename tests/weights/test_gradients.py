@@ -357,7 +357,7 @@ def test_frozen_and_unused_parameters_get_no_gradient(lifetime: str) -> None:
 
     before = weight_cache_info().casts
     found = run(**ours(weight_cache=lifetime))
-    assert weight_cache_info().casts == before + 6
+    assert weight_cache_info().casts == before + (6 if lifetime == "version" else 4)
     assert [g is None for g in found] == [True, True, False, False, True, True]
     assert_same_bits(found, run(**EAGER))
 
@@ -477,9 +477,10 @@ def test_a_weight_that_several_calls_read_without_a_cast_too(
     assert casts_made(lambda: assert_same_bits(run(**ours(weight_cache=lifetime)), expected)) == 1
 
 
+@LIFETIMES
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("same", [lambda w: w.float(), lambda w: w.to(w.dtype).contiguous()])
-def test_a_weight_that_a_call_returns_as_it_is(same: Any, frozen: bool) -> None:
+def test_a_weight_that_a_call_returns_as_it_is(same: Any, frozen: bool, lifetime: str) -> None:
     """The router of a mixture of experts asks for a float32 weight in float32, and autocast casts
     that."""
 
@@ -495,7 +496,8 @@ def test_a_weight_that_a_call_returns_as_it_is(same: Any, frozen: bool) -> None:
         return [x.grad, w.grad]
 
     expected = run(**EAGER)
-    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
+    made = casts_made(lambda: assert_same_bits(run(**ours(weight_cache=lifetime)), expected))
+    assert made == (lifetime == "version" or not frozen)
 
 
 def test_a_weight_that_a_call_reads_beside_a_dynamic_size() -> None:

@@ -315,14 +315,28 @@ def test_the_option_autocast_has_no_scope() -> None:
     assert [casts_made(lambda: lasting(x)) for _ in range(2)] == [WEIGHTS, 0]
 
 
-def test_frozen_weights_are_kept_too() -> None:
-    """Eager's cache does not keep them, so they cost memory that they do not cost there."""
-    net = make().requires_grad_(False)
+def test_a_frozen_weight_or_buffer_is_read_anew_by_each_call() -> None:
+    """Eager's cache keeps no cast of theirs. So there a write that PyTorch does not count shows at
+    once, as where PEFT merges an adapter into its frozen base."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8).requires_grad_(False)
+            self.register_buffer("mix", data(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) @ self.mix
+
+    net, x = Scaled(), data(3, 8)
     model = torch.compile(net, **ours())
     with bf16():
-        for _ in range(2):
-            model(data(3, 8))
-        assert weight_cache_info()[:2] == (WEIGHTS, BYTES)
+        for _ in range(3):
+            model(x)
+        assert weight_cache_info()[:2] == (0, 0)
+        for tensor in (net.linear.weight, net.linear.bias, net.mix):
+            tensor.data.mul_(3)
+            assert torch.equal(model(x), net(x))
 
 
 def test_info_counts_the_weights_of_calls() -> None:
