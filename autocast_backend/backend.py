@@ -4,8 +4,6 @@ execution."""
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import fx
 
 from . import _logging
 from ._torch.aot import training_graphs
-from ._torch.autocast import disable_autocast, wrap_with_autocast
+from ._torch.autocast import wrap_with_autocast
 from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
     counters,
@@ -38,14 +36,10 @@ from .lowering.separate import separate_bodies
 from .lowering.standalone import copy_graph
 from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
-from .regions import RegionError, dtypes_taken_over, hops_to_regions, source_line, state_changes
-from .state import (
-    AutocastState,
-    contexts_entered,
-    outside_of_contexts,
-    put_right,
-    put_right_after_errors,
-)
+from .regions import dtypes_taken_over, hops_to_regions, source_line, state_changes
+from .reports.telling import tell
+from .running import changing_state, for_dtypes, putting_right_after_errors, with_autocast_off
+from .state import AutocastState, outside_of_contexts, put_right_after_errors
 from .weights.plan import WeightPlan
 
 log = _logging.log
@@ -138,7 +132,7 @@ def _compile(
             inductor=parsed.inductor if parsed.inner == "inductor" else None,
             report=report,
         )
-    _tell(graph_module, context)
+    tell(graph_module, context)
     for listener in listeners:
         listener(graph_module, context)
     inner = _inner(parsed)
@@ -163,12 +157,12 @@ def _compile(
         if report.opaque:
             compiled = first_run_watched(compiled, report.opaque)
         if report.bracketed:
-            compiled = _putting_right_after_errors(compiled, now)
+            compiled = putting_right_after_errors(compiled, now)
         if now.enabled_devices:
-            compiled = _with_autocast_off(compiled)
+            compiled = with_autocast_off(compiled)
         if dtypes:
-            compiled = _for_dtypes(compiled, dtypes)
-        return compiled if changes is None else _changing_state(compiled, changes)
+            compiled = for_dtypes(compiled, dtypes)
+        return compiled if changes is None else changing_state(compiled, changes)
 
     # Dynamo does so, too, without wrapping twice; here for those who call the backend themselves.
     compiled = torch.compiler.disable(plan.compile(compile_graph), reason="compiled code")
@@ -236,90 +230,4 @@ def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[...,
     for listener in listeners:
         listener(graph_module, context)
     written = write_out(graph_module).module
-    return _putting_right_after_errors(written.forward, context.ambient)
-
-
-def _with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Switch autocast off around the call: inner compilers other than AOTAutograd do not."""
-
-    def run(*args: Any) -> Any:
-        with disable_autocast():
-            return compiled(*args)
-
-    return run
-
-
-def _for_dtypes(
-    compiled: Callable[..., Any], dtypes: Sequence[tuple[str, torch.dtype]]
-) -> Callable[..., Any]:
-    """Refuse calls that find other dtypes: Dynamo guards on the dtype of a device type only while
-    autocast is on for it."""
-
-    def run(*args: Any) -> Any:
-        for device_type, dtype in dtypes:
-            found = torch.get_autocast_dtype(device_type)
-            if found is not dtype:
-                raise RegionError(
-                    f"an autocast region without a dtype was compiled for {dtype}, which autocast "
-                    f"had for {device_type!r} then; now it has {found}. Give a dtype to every "
-                    "torch.autocast in compiled code and to the option 'autocast', or call "
-                    "torch.compiler.reset()"
-                )
-        return compiled(*args)
-
-    return run
-
-
-def _changing_state(
-    compiled: Callable[..., Any], changes: Callable[[], None]
-) -> Callable[..., Any]:
-    """Leave the state as the graph would have: it calls `torch.set_autocast_enabled` or the like,
-    and there may be a graph break before it sets back what it set."""
-
-    def run(*args: Any) -> Any:
-        results = compiled(*args)
-        changes()
-        return results
-
-    return run
-
-
-def _putting_right_after_errors(
-    compiled: Callable[..., Any], now: AutocastState
-) -> Callable[..., Any]:
-    """AOTAutograd traces brackets away; an inner compiler like "eager" executes them. Dynamo
-    guards on the state, so it is not asked for again at each call."""
-
-    def run(*args: Any) -> Any:
-        entered = contexts_entered()
-        try:
-            return compiled(*args)
-        except BaseException:
-            put_right(now, entered)
-            raise
-
-    return run
-
-
-def _tell(graph_module: fx.GraphModule, context: Context) -> None:
-    report = context.report
-    counted = counters()["smart_autocast"]
-    counted["graphs"] += 1
-    counted["lowered"] += report.lowered
-    counted["untouched"] += report.untouched
-    counted["bracketed"] += len(report.bracketed)
-    counted["overridden"] += len(report.overridden)
-    counted["casts"] += report.casts
-    counted["checked"] += report.checked
-    log.info("under %s: %s", context.ambient, report)
-    if not report.nodes:
-        return
-    for _, alike in itertools.groupby(report.bracketed, lambda bracketed: bracketed.reason):
-        first, *rest = alike
-        also = f" (and {len(rest)} calls after it)" if rest else ""
-        log.info("stays under autocast: %s%s", first, also)
-    for weight in report.weights:
-        log.debug("weight %s", weight)
-    if log.isEnabledFor(logging.DEBUG):
-        code = graph_module.print_readable(print_output=False)
-        log.debug("lowered graph:\n%s", code)
+    return putting_right_after_errors(written.forward, context.ambient)

@@ -1,0 +1,72 @@
+"""What stands around a compiled graph whenever it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._torch.autocast import disable_autocast
+from .regions import RegionError
+from .state import AutocastState, contexts_entered, put_right
+
+
+def with_autocast_off(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Switch autocast off around the call: inner compilers other than AOTAutograd do not."""
+
+    def run(*args: Any) -> Any:
+        with disable_autocast():
+            return compiled(*args)
+
+    return run
+
+
+def for_dtypes(
+    compiled: Callable[..., Any], dtypes: Sequence[tuple[str, torch.dtype]]
+) -> Callable[..., Any]:
+    """Refuse calls that find other dtypes: Dynamo guards on the dtype of a device type only while
+    autocast is on for it."""
+
+    def run(*args: Any) -> Any:
+        for device_type, dtype in dtypes:
+            found = torch.get_autocast_dtype(device_type)
+            if found is not dtype:
+                raise RegionError(
+                    f"an autocast region without a dtype was compiled for {dtype}, which autocast "
+                    f"had for {device_type!r} then; now it has {found}. Give a dtype to every "
+                    "torch.autocast in compiled code and to the option 'autocast', or call "
+                    "torch.compiler.reset()"
+                )
+        return compiled(*args)
+
+    return run
+
+
+def changing_state(compiled: Callable[..., Any], changes: Callable[[], None]) -> Callable[..., Any]:
+    """Leave the state as the graph would have: it calls `torch.set_autocast_enabled` or the like,
+    and there may be a graph break before it sets back what it set."""
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        changes()
+        return results
+
+    return run
+
+
+def putting_right_after_errors(
+    compiled: Callable[..., Any], now: AutocastState
+) -> Callable[..., Any]:
+    """AOTAutograd traces brackets away; an inner compiler like "eager" executes them. Dynamo
+    guards on the state, so it is not asked for again at each call."""
+
+    def run(*args: Any) -> Any:
+        entered = contexts_entered()
+        try:
+            return compiled(*args)
+        except BaseException:
+            put_right(now, entered)
+            raise
+
+    return run
