@@ -280,3 +280,26 @@ def test_inductor() -> None:
     actual = outcome(case, True, None, backend="smart_autocast")
     assert actual[0].dtype is torch.bfloat16
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("set_default", "values"),
+    [
+        (torch.set_default_dtype, (torch.float64, torch.float32)),
+        (torch.set_default_device, ("meta", None)),
+    ],
+    ids=["dtype", "device"],
+)
+def test_what_a_process_finds_out_first_whatever_its_defaults(
+    set_default: Callable[[Any], None], values: tuple[Any, Any]
+) -> None:
+    kernels._scaled_mm_is_emulated.cache_clear()
+    kernels._openable.cache_clear()
+    x, w = torch.randn(3, 8), nn.Parameter(torch.randn(8, 8))
+    torch._dynamo.reset()
+    set_default(values[0])
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.compile(lambda x: x @ w, **OURS)(x).dtype is torch.bfloat16
+    finally:
+        set_default(values[1])

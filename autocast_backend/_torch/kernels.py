@@ -189,7 +189,8 @@ def _scaled_mm_is_emulated() -> bool:
             return func(*args, **(kwargs or {}))
 
     with _disable_current_modes(), Seen(), disable_autocast():  # type: ignore[no-untyped-call]
-        x, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+        one = torch.ones((), dtype=torch.float32, device="cpu")  # whatever the defaults are
+        x = one.expand(16, 16).to(torch.float8_e4m3fn).contiguous()
         seen.clear()
         torch.ops.aten._scaled_mm.default._op_dk(torch._C.DispatchKey.CPU, x, x.t(), one, one)
     return any(func.namespace == "aten" and "mm" in func.name() for func in seen)
