@@ -29,7 +29,7 @@ from ._torch.kernels import kernels_opened
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
-from .graphs import is_recorded, names_of, nodes_of
+from .graphs import check_graph_module, is_recorded, names_of, nodes_of
 from .lowering.lower import Context, lower
 from .lowering.propagate import propagate
 from .lowering.separate import separate_bodies
@@ -78,6 +78,7 @@ def smart_autocast(
         moment, which Dynamo guards on, whatever the state is when it runs.
 
     Raises:
+        TypeError: `graph_module` is no graph; `torch.compile` makes one of a model.
         OptionValueError, OptionTypeError: before any work, for options that cannot be.
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: the graph's autocast regions do not nest; or, at a call, the dtype that a
@@ -85,6 +86,7 @@ def smart_autocast(
         NotCompiledError: with the option `autocast` or `policies`, errors of fake tensors at which
             Dynamo would leave the graph to Python.
     """
+    check_graph_module(graph_module)
     parsed = parse_options(options, mode)
     try:
         return _compile(graph_module, example_inputs, parsed)

@@ -93,7 +93,13 @@ class AutocastState:
 
         `dtype=None` is the device type's dtype in force, which inside another region is that
         region's. As in PyTorch, a dtype autocast does not support leaves the region switched off.
+
+        Raises:
+            TypeError: `dtype` is neither None nor a `torch.dtype`.
+            ValueError: a device type that autocast does not know.
         """
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype or None; got {dtype!r}")
         now = self.device(device_type)
         new = DeviceAutocast(device_type, enabled, dtype if dtype is not None else now.dtype)
         if device_type != "cuda" and new.dtype not in AMBIENT_DTYPES:

@@ -186,6 +186,12 @@ def test_another_compiled_function_does_not_trace_the_code() -> None:
     assert traced == [False]
 
 
+def test_who_calls_the_backend_needs_a_graph() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"^graph_module: expected a torch.fx.GraphModule.*Linear"):
+        smart_autocast(model, [torch.ones(2, 2)])
+
+
 def test_inductor_config_patches_reach_inductor_and_its_lazy_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

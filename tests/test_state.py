@@ -46,6 +46,11 @@ def test_an_unsupported_dtype_switches_the_region_off_as_torch_does() -> None:
     assert AutocastState.off().enter("cpu", torch.float32).enabled_devices == expected == ()
 
 
+def test_a_dtype_by_its_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^dtype: expected a torch.dtype or None; got 'bfloat16'"):
+        AutocastState.off().enter("cpu", "bfloat16")  # type: ignore[arg-type]
+
+
 def test_applied_sets_devices_that_are_not_there_and_restores() -> None:
     before = AutocastState.current()
     with AutocastState.of({"device_type": "cuda", "dtype": torch.float16}).applied():
