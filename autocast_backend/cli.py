@@ -92,15 +92,17 @@ def _lower(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     """Run the program; what it ends with, an exception or an exit status, is how this ends."""
-    from .reports.page import unwritable
+    from .files import replaced, unwritable
 
     program, page = options.program, options.report
-    problem = None
+    page = page and page.absolute()  # the program may change the folder
+    problem: str | None
     if not program.is_file():
         problem = f"PROGRAM: there is no file {program}; expected a Python program"
-    elif page is not None:
-        page = page.absolute()  # the program may change the folder
-        problem = unwritable("--report", page)
+    elif not os.access(program, os.R_OK):
+        problem = f"PROGRAM: {program} may not be read; expected a Python program"
+    else:
+        problem = unwritable({"--report": page}, {"PROGRAM": program})
     if problem is not None:
         print(f"smart-autocast explain: {problem}", file=sys.stderr)
         return 2
@@ -116,7 +118,8 @@ def _explain(options: argparse.Namespace) -> int:
             sys.stdout.flush()
             print(report)
             if page is not None:
-                page.write_text(report.to_html(f"Casts of {program.name}"), encoding="utf-8")
+                with replaced(page) as new:
+                    new.write_text(report.to_html(f"Casts of {program.name}"), encoding="utf-8")
     return 0
 
 

@@ -282,6 +282,8 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     program.write_text("raise AssertionError('must not run')")
     assert cli.main(["explain", "--report", str(tmp_path / "no" / "x.html"), str(program)]) == 2
     assert cli.main(["explain", "--report", str(tmp_path), str(program)]) == 2
+    assert cli.main(["explain", "--report", str(program), str(program)]) == 2
+    assert program.read_text() == "raise AssertionError('must not run')"
 
 
 def test_the_report_is_where_it_was_asked_for_when_the_program_changes_the_folder(

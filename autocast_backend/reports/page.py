@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from pathlib import Path
 
 from .rows import GraphReport, Row
 
@@ -42,16 +41,6 @@ def to_html(title: str, graphs: Iterable[GraphReport], graph_breaks: Iterable[st
     each weight is cast, and every call with the casts of its arguments; then the graph breaks."""
     sections = [*map(_section, graphs), _list("Graph breaks", graph_breaks)]
     return _PAGE.format(title=html.escape(title), sections="\n".join(sections))
-
-
-def unwritable(argument: str, file: Path) -> str | None:
-    """What is wrong with a file that a command is to write, named by `argument`; None: nothing."""
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        return f"{argument}: there is no folder {folder}; make it, or name another"
-    if file.is_dir():
-        return f"{argument}: expected a file; {file} is a folder. Name a file in it"
-    return None
 
 
 def _section(graph: GraphReport) -> str:
