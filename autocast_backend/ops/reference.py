@@ -57,8 +57,10 @@ def refuse_derivatives(op: str, *arguments: Any) -> None:
         )
 
 
-def check_supported(op: str, argument: str, tensor: Tensor) -> None:
+def check_supported(op: str, argument: str, tensor: Tensor | None) -> None:
     expected = f"argument '{argument}' must be a dense tensor of real numbers, got"
+    if tensor is None:  # which PyTorch hands to any op that takes a tensor
+        raise fail(op, f"{expected} None")
     if tensor.layout in _SPARSE:
         raise fail(op, f"{expected} a sparse tensor; pass tensor.to_dense(), or cast its values")
     if tensor.is_quantized:

@@ -107,6 +107,9 @@ inline bool is_sparse(int32_t layout) {
 
 // Tensors whose values a cast would not simply round: no policy covers them, so say so early.
 inline void check_supported(const char* op, const char* argument, const Tensor& tensor) {
+  if (!tensor.defined()) {
+    refuse(op, argument, "None");  // to Python; PyTorch makes an undefined tensor of it
+  }
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   if (is_sparse(layout)) {

@@ -226,6 +226,11 @@ class SmartCastSuite:
         with pytest.raises(RuntimeError, match=expected):
             call(make(sample(torch.float32, 3, 5)))
 
+    def test_none_is_no_tensor(self) -> None:
+        """PyTorch hands it to the op as an undefined tensor, or as it is."""
+        with pytest.raises(RuntimeError, match=r"argument 'self' must be a dense .* got None"):
+            self.call_op(None)  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("name", ["e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz", "e8m0fnu"])
     def test_every_float8(self, call: Any, name: str) -> None:
         eighth = torch.tensor([0.125, 2.0]).to(getattr(torch, f"float8_{name}"))
