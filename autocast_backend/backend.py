@@ -71,7 +71,8 @@ def smart_autocast(
         graph_module: Dynamo's graph. It is changed in place, as Dynamo's backends may.
         example_inputs: the graph's inputs.
         mode: as in `torch.compile`; needs `inner="inductor"`.
-        options: see `Options`.
+        options: a dict of the fields of `autocast_backend.options.Options`, which says what each
+            means.
 
     Returns:
         The compiled graph. It computes what the graph computes under the autocast state of this

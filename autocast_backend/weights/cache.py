@@ -117,7 +117,10 @@ def clear_weight_cache() -> None:
 def weight_cache_info() -> WeightCacheInfo:
     """Says what the weight cache holds and how it was used since the process began.
 
-    Where several threads call compiled graphs at once, `misses` is approximate.
+    Returns:
+        `entries`, `bytes`, `hits`, `misses` and `casts`, all ints, by name: see `WeightCacheInfo`
+        in `autocast_backend.weights`. Where several threads call compiled graphs at once, `misses`
+        is approximate.
     """
     with Shared.lock:
         found = [cast for _, cast in all_casts() if cast.is_alive()]
