@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 
-def is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
-    """Whether FSDP, of either kind, gathers this tensor for a forward and frees it after.
+def managed_by_fsdp(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of some tensors that FSDP, of either kind, gathers for a forward and frees after.
 
-    It keeps the version counter of the gathered tensor as it was, so new values look like old ones.
+    It keeps the version counter of a gathered tensor as it was, so new values look like old ones.
     """
-    if getattr(tensor, "_fsdp_flattened", False):
-        return True
     # Where nobody has imported FSDP2, nothing is managed by it.
-    if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
-        return False
-    from torch.distributed._composable_state import _module_state_mapping
+    gathered = set()
+    if "torch.distributed.fsdp._fully_shard._fsdp_state" in sys.modules:
+        from torch.distributed._composable_state import _module_state_mapping
 
-    states = [reference() for reference in _module_state_mapping.values()]
-    managed = (p for s in states for group in _groups(s) for p in group.fsdp_params)
-    return any(getattr(p, "_unsharded_param", None) is tensor for p in managed)
+        states = [reference() for reference in _module_state_mapping.values()]
+        managed = (p for s in states for group in _groups(s) for p in group.fsdp_params)
+        gathered = {id(getattr(p, "_unsharded_param", None)) for p in managed}
+    return [t for t in tensors if id(t) in gathered or getattr(t, "_fsdp_flattened", False)]
 
 
 def _groups(state: Any) -> Sequence[Any]:

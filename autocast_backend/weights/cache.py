@@ -14,10 +14,27 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .._torch.dynamo import pass_through_error
 from .._torch.tensors import storages_of
 from .._torch.writes import watch_collectives, watch_hidden_writes
 from .cast import Cast, Key
 from .scope import last_scope
+
+
+class WeightCacheError(pass_through_error(), RuntimeError):  # type: ignore[misc]
+    """A weight whose cast cannot be kept as asked for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
+
+
+def fsdp_error(name: str) -> WeightCacheError:
+    """What to raise where casts are to last and FSDP manages a weight."""
+    return WeightCacheError(
+        f"{name}: FSDP manages this weight, and fills it anew without counting that, so "
+        'weight_cache="version" cannot see when its cast is wrong; use weight_cache="scope" '
+        'or "off"'
+    )
 
 
 class WeightCacheInfo(NamedTuple):

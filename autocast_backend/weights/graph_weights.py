@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .._torch.cuda_graphs import Place, recorded_outputs
 from .._torch.fake_tensors import makes_fake_tensors
+from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
-from .cache import Shared, stores, watch_writes
+from .cache import Shared, fsdp_error, stores, watch_writes
 from .cast import Cast, Key, Seen
 from .recorded import traced, traced_alone
 from .scope import Scope, current_scope
@@ -91,10 +92,16 @@ class GraphWeights:
             if casts and seen is not None and seen.holds(weights, tie, Shared.changes):
                 Shared.hits += len(weights)
             else:
+                # A graph that was compiled before FSDP took its weights over serves after it, too.
+                managed = managed_by_fsdp(weights)
+                if managed and self._lasting:
+                    raise fsdp_error(f"a parameter of shape {list(managed[0].shape)}")
+                if managed:  # a shared node would hand gradients over after FSDP has reduced
+                    casts, nodes = {}, {}
                 now = Seen.of(weights, tie)  # before they are read
                 self._make(weights, grads, casts, nodes)
                 seen = now._replace(changes=Shared.changes)
-                self._seen = None if captured or self._dynamic else seen
+                self._seen = None if captured or managed or self._dynamic else seen
             # The regions of a graph that is in no scope are scopes of their own: a node for each.
             take = traced if self._scoped else traced_alone
             return [

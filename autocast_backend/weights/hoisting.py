@@ -34,11 +34,10 @@ from .._torch.dynamo import (
     is_higher_order_op,
     is_static_input,
     keep_static_inputs,
-    pass_through_error,
     runs_backward,
 )
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
-from .._torch.fsdp import is_managed_by_fsdp
+from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_of_transform, storages_of
 from .._torch.writes import hidden_writes
 from ..graphs import copy_graph, nodes_of
@@ -46,15 +45,9 @@ from ..lowering.proving import written_and_returned
 from ..lowering.writing import CACHED
 from ..reports.report import WeightCast
 from ..validation.compare import is_weight
+from .cache import fsdp_error
 
 _FSDP = "FSDP manages it, and fills it anew without counting that"
-
-
-class WeightCacheError(pass_through_error(), RuntimeError):  # type: ignore[misc]
-    """A weight whose cast cannot be kept as asked for."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, first_useful_frame=None)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
@@ -114,11 +107,7 @@ def weight_casts(
             continue
         reason = _why_not(value, written) or _why_not_with_grad(node, casts)
         if lasting and reason == _FSDP:
-            raise WeightCacheError(
-                f"{input_name(node)}: FSDP manages this weight, and fills it anew without counting "
-                'that, so weight_cache="version" cannot see when its cast is wrong; use '
-                'weight_cache="scope" or "off"'
-            )
+            raise fsdp_error(input_name(node))
         for cast in casts:
             inside = reason or _why_not_this_cast(cast, lasting=lasting)
             told.append(WeightCast(input_name(node), cast.meta["example_value"].dtype, inside))
@@ -266,7 +255,7 @@ def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None
         return f"it is a tensor subclass, {type(value).__name__}"
     if value.is_inference():
         return "it was made in inference mode, where PyTorch does not count what is written to it"
-    if is_managed_by_fsdp(value):
+    if managed_by_fsdp([value]):
         return _FSDP
     storage = value.untyped_storage()._cdata
     if any(storage == other.untyped_storage()._cdata for other in written):

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from autocast_backend._torch.fsdp import is_managed_by_fsdp
+from autocast_backend._torch.fsdp import managed_by_fsdp
 from tests.support import assert_same_bits
 
-from .support import EAGER, bf16, casts_made, data, make, ours
+from .support import EAGER, STOCK, bf16, casts_made, data, make, ours
 
 
 class Block(nn.Module):
@@ -96,5 +96,50 @@ def test_a_module_whose_weights_are_on_several_meshes() -> None:
     gathered = torch.empty(8, 8)
     group.fsdp_params[0]._unsharded_param = gathered
     state._fsdp_param_groups = [copy.copy(group), group]
-    assert is_managed_by_fsdp(gathered)
-    assert not is_managed_by_fsdp(torch.empty(8, 8))
+    assert managed_by_fsdp([torch.empty(8, 8), gathered]) == [gathered]
+
+
+class Outer(nn.Module):
+    """The layer inside of it is still of its own class when this is sharded, so that Dynamo calls
+    what it has compiled before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def gradients_after_late_sharding(**arguments: Any) -> dict[str, torch.Tensor]:
+    """Those of three calls in one context, each with a backward, of what was called before it was
+    sharded. It stays gathered: nothing is written between the calls."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Outer())
+    model[1].inner.compile(**arguments)
+    with bf16():
+        model(data(3, 8)).float().sum().backward()
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[1], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    with bf16():
+        for x in data(3, 3, 8):
+            model(x).float().square().sum().backward()
+    for sharded in (model[1], model):
+        sharded.reshard()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_weights_that_are_sharded_when_compiled_already() -> None:
+    """A cast that the calls share, as eager mode's, would hand its gradients over when FSDP has
+    reduced what the layer had, as in eager mode, where those of later calls are lost."""
+    expected = gradients_after_late_sharding(**STOCK)
+    found = gradients_after_late_sharding(**ours())
+    assert found.keys() == expected.keys()
+    assert_same_bits(list(found.values()), list(expected.values()))
+    with pytest.raises(RuntimeError, match=r"of shape \[8\]: FSDP manages this weight"):
+        gradients_after_late_sharding(**ours(weight_cache="version"))
