@@ -6,6 +6,7 @@ Which calls an override names, and what it asks for. What becomes of them is in 
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -102,8 +103,8 @@ class Overrides:
                 parts = tuple(override.pattern.split("."))
                 if any(_matches(parts, name) for name in names):
                     return override
-        op = _qualified_op_name(node)
-        return next((o for o in self.ops if o.pattern == op), None)
+        named = (o for op in _op_names(node) for o in self.ops if o.pattern == op)
+        return next(named, None)
 
     def _innermost_first(self, modules: Stack) -> Iterator[tuple[Name, ...]]:
         """The names of each of `modules`, also of containers such as `blocks`, which
@@ -262,9 +263,34 @@ def parse_name(path: str) -> Name:
     return tuple(part for part in parts if part != "_modules")
 
 
-def _qualified_op_name(node: fx.Node) -> str:
+_MINUS, _DIVIDED = ("aten::rsub", "aten::sub"), ("aten::reciprocal", "aten::div")
+_REFLECTED = {
+    operator.sub: _MINUS,
+    "__rsub__": _MINUS,
+    operator.truediv: _DIVIDED,
+    "__rtruediv__": _DIVIDED,
+    "__rdiv__": _DIVIDED,
+}
+"""Calls of a number and a tensor, in this order: `1 - x` calls `rsub`, and `1 / x` `reciprocal`."""
+
+
+def _op_names(node: fx.Node) -> tuple[str, ...]:
+    """The op that a call is, and where it is `1 - x`, the one that it looks like."""
     if is_dispatched(node.target):
-        return op_name_of(node.target)[0]
-    if node.op == "call_function" and not comes_with_torch(node.target):
-        return ""  # a user's function may have the name of an op
-    return f"aten::{(op_name(node) or '').partition('.')[0]}"
+        return (op_name_of(node.target)[0],)
+    if node.op == "call_function" and not _comes_with_torch(node.target):
+        return ()  # a user's function may have the name of an op
+    if node.target in _REFLECTED and (node.op == "call_method" or not _is_tensor(node.args[0])):
+        return _REFLECTED[node.target]
+    return (f"aten::{(op_name(node) or '').partition('.')[0]}",)
+
+
+def _comes_with_torch(target: Any) -> bool:
+    """Also functions that PyTorch makes itself and no key spells out, such as `F.max_pool2d`."""
+    made_here = str(getattr(target, "__module__", "")).startswith("torch.")
+    return made_here or comes_with_torch(target)
+
+
+def _is_tensor(argument: Any) -> bool:
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    return isinstance(value, torch.Tensor)

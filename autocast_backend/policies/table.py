@@ -254,9 +254,23 @@ _ATEN_NAMES = MappingProxyType(
         "mod": "remainder",
         "nll_loss_nd": "nll_loss",
         "or_": "bitwise_or",
-        "rpow": "pow",
+        "pos": "positive",
         "truediv": "div",
         "xor": "bitwise_xor",
+    }
+)
+
+# The same of methods such as `x.__rpow__(2)`, without the underscores: `2**x`.
+_REFLECTED = MappingProxyType(
+    {
+        "radd": "add",
+        "rdiv": "reciprocal",
+        "rfloordiv": "floor_divide",
+        "rmatmul": "matmul",
+        "rmod": "remainder",
+        "rmul": "mul",
+        "rpow": "pow",
+        "rtruediv": "reciprocal",
     }
 )
 
@@ -303,7 +317,7 @@ def _aten(qualified: str) -> str:
 def _plain(name: str) -> str:
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
-        name = {"rmatmul": "matmul"}.get(name, name)
+        name = _REFLECTED.get(name, name)
     return _ATEN_NAMES.get(name, name)
 
 

@@ -564,11 +564,30 @@ def overridden(function: Any, op: str, *inputs: torch.Tensor, policy: str = "fp3
         (lambda x: torch.neg(x, out=None), "aten::neg"),
         (lambda x: x / x, "aten::div"),
         (lambda x: x % 2, "aten::remainder"),
+        (lambda x: 1 - x, "aten::rsub"),
+        (lambda x: 1 - x, "aten::sub"),
+        (lambda x: x.__rsub__(1), "aten::sub"),
+        (lambda x: 2 / x, "aten::reciprocal"),
+        (lambda x: 2 / x, "aten::div"),
+        (lambda x: x.__rtruediv__(2), "aten::div"),
+        (lambda x: x.__radd__(1), "aten::add"),
+        (lambda x: 2**x, "aten::pow"),
+        (lambda x: 2 // x, "aten::floor_divide"),
+        (lambda x: F.max_pool2d(x.view(1, 1, 2, 2), 2), "aten::max_pool2d"),
     ],
 )
 def test_a_call_by_another_spelling_is_named(function: Any, op: str) -> None:
     result, named = overridden(function, op, torch.ones(4).bfloat16())
     assert (result.dtype, named) == (torch.float32, 1)
+
+
+def test_a_number_minus_a_tensor_is_another_op_than_a_tensor_minus_a_number() -> None:
+    for op, expected in (("aten::rsub", torch.bfloat16), ("aten::sub", torch.float32)):
+        result, _ = overridden(lambda x: x - 1, op, torch.ones(4).bfloat16())
+        assert result.dtype is expected
+    graph = capture(torch.autocast(**BF16)(lambda x: 1 - x), torch.ones(4).bfloat16())
+    both = {"op": {"aten::sub": "fp32", "aten::rsub": {"dtype": torch.float16}}}
+    assert targets(lower_autocast(graph, policies=both)) == ["sub"]  # as `rsub` is asked for
 
 
 def interpolate(dims: int, mode: str) -> Any:
