@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -337,18 +338,19 @@ def input_name(node: torch.fx.Node) -> str:
     """What an input is called in the user's program, such as `self.blocks.0.weight`; where Dynamo
     did not say, its name in the graph."""
     path = input_path(node)
-    return node.name if path is None else re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
+    if path is None:
+        return node.name
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
 
 
 def input_path(node: torch.fx.Node) -> str | None:
-    """How the compiled code reaches an input, such as `L['self'].blocks.0.weight`; None where
+    """How the compiled code reaches an input, such as `L['self']._parameters['weight']`; None where
     Dynamo did not say."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return None
-    name = source.name() if callable(source.name) else source.name
-    # L['self']._modules['0']._parameters['weight'], as the guards write it
-    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
+    return str(source.name() if callable(source.name) else source.name)
 
 
 def guard_leaf_and_view(node: fx.Node, value: torch.Tensor) -> None:
@@ -367,6 +369,27 @@ def guard_leaf_and_view(node: fx.Node, value: torch.Tensor) -> None:
         AttrSource(source, "is_leaf").make_guard(GuardBuilder.CONSTANT_MATCH),
         AttrSource(source, "_base").make_guard(base),
     )
+
+
+def guard_same(*paths: tuple[str, str, tuple[tuple[Any, bool], ...]]) -> None:
+    """Have Dynamo compile anew once two paths no longer lead to one object.
+
+    Args:
+        paths: "L" or "G" for a local or a global variable, its name, and what leads on from it: an
+            attribute, or with True the index of an item.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, GetItemSource, GlobalSource, LocalSource
+
+    sources = []
+    for scope, variable, steps in paths:
+        source: Any = LocalSource(variable) if scope == "L" else GlobalSource(variable)
+        for step, item in steps:
+            source = GetItemSource(source, step) if item else AttrSource(source, step)
+        sources.append(source)
+    first, second = sources
+    same = functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=second)
+    install_guard(first.make_guard(same))
 
 
 def _is_in_dual_level() -> bool:

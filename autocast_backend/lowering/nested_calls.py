@@ -15,7 +15,8 @@ from torch import fx
 
 from .._torch.dynamo import input_path, is_nested_region
 from ..graphs import nodes_of
-from ..policies.overrides import Overrides, PolicyError, Stack, module_stack, parse_name
+from ..policies.overrides import Overrides, PolicyError, Stack, module_stack
+from ..policies.paths import parse_name
 from ..regions import Placement, source_line
 from .separate import copy_body, separate_bodies
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
-from .._torch.dynamo import compiled_frame, left_to_python
-from .overrides import Name, Overrides, PolicyError, module_stack, parse_name
+from .._torch.dynamo import compiled_frame, guard_same, left_to_python
+from .overrides import Overrides, PolicyError, module_stack
+from .paths import Name, Path, parse_name, parse_path
 
 
 def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
@@ -33,13 +33,17 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
     frame = compiled_frame()
     roots = _within_reach(frame, [path for _, path in entries]) if frame else {}
     names: dict[str, set[Name]] = {}
+    ways: dict[str, list[Path]] = {}
     for path, root in roots.items():
+        way = parse_path(path)
         for name, module in root.named_modules(remove_duplicate=False):
             below = tuple(filter(None, name.split(".")))
-            names.setdefault(str(id(module)), set()).add(parse_name(path) + below)
-            _check_compiled(overrides, parse_name(path) + below, module)
-    for identity, path in entries:
+            names.setdefault(str(id(module)), set()).add(way.name + below)
+            ways.setdefault(str(id(module)), []).append(way.to(below))
+            _check_compiled(overrides, way.name + below, module)
+    for identity, path in dict.fromkeys(entries):
         names.setdefault(identity, set()).add(parse_name(path))
+        _guard(parse_path(path), ways.get(identity, []))
     if names or not frame:
         overrides.check_modules(name for known in names.values() for name in known)
     return replace(overrides, names={i: tuple(known) for i, known in names.items()})
@@ -76,6 +80,14 @@ def _within_reach(
     return roots
 
 
+def _guard(called: Path, ways: list[Path]) -> None:
+    """Have Dynamo compile anew once a module that is called is not the one it was that has another
+    name: `self.active = self.experts[1]`, after `self.experts[0]`. Dynamo asks for its class."""
+    for way in ways:
+        if called.scope and (way.variable, way.name) != (called.variable, called.name):
+            guard_same(called.parts, way.parts)
+
+
 def _check_compiled(overrides: Overrides, name: Name, module: nn.Module) -> None:
     """Refuse an override of a module, or of one inside it, whose calls Dynamo leaves to Python."""
     why = left_to_python(module)
@@ -92,10 +104,11 @@ def _check_compiled(overrides: Overrides, name: Name, module: nn.Module) -> None
 
 def _resolve(path: str, local: dict[str, Any], scope: dict[str, Any]) -> Any:
     """What a path such as `L['trainer'].model` stands for; None where it cannot be followed."""
-    match = re.match(r"([LG])\['([^']*)'\]", path)
-    if match is None:
-        return None
-    value = (local if match[1] == "L" else scope).get(match[2])
-    for part in parse_name(path):
-        value = getattr(value, part, None)
+    parsed = parse_path(path)
+    value: Any = {"L": local, "G": scope}.get(parsed.scope, {}).get(parsed.variable)
+    for step, item in parsed.steps:
+        try:
+            value = value[step] if item else getattr(value, step)
+        except (AttributeError, LookupError, TypeError):
+            return None
     return value

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,10 +20,8 @@ from .._torch.ops import is_dispatched, op_name_of
 from ..spelling import nearest
 from ..state import AMBIENT_DTYPES, AutocastState
 from ..validation.verdicts import comes_with_torch
+from .paths import Name, parse_name
 from .table import Policy, op_name
-
-Name = tuple[str, ...]
-"""A module's name, in parts: ("blocks", "0", "router"). Empty for the outermost module."""
 
 Stack = list[tuple[str, str]]
 """Identity and path of modules that lie in each other, outermost first."""
@@ -238,14 +235,16 @@ def _near_op(op: str, known: Iterable[str]) -> str:
 
 
 def _matches(pattern: Name, name: Name) -> bool:
-    """Whether a pattern names a module: part by part, each a glob; `**` stands for any number of
-    parts, none too."""
+    """Whether a pattern names a module: part by part, each a glob or the part itself; `**` stands
+    for any number of parts, none too."""
     if not pattern:
         return not name
     first, *rest = pattern
     if first == "**":
         return any(_matches(tuple(rest), name[i:]) for i in range(len(name) + 1))
-    return bool(name) and fnmatch.fnmatchcase(name[0], first) and _matches(tuple(rest), name[1:])
+    if not name or (name[0] != first and not fnmatch.fnmatchcase(name[0], first)):
+        return False
+    return _matches(tuple(rest), name[1:])
 
 
 def module_stack(node: fx.Node) -> Stack:
@@ -253,14 +252,6 @@ def module_stack(node: fx.Node) -> Stack:
     first. A module that is called again has its identity with a suffix."""
     stack = (node.meta.get("nn_module_stack") or {}).items()
     return [(str(key).partition("@")[0], path) for key, (path, *_) in stack]
-
-
-def parse_name(path: str) -> Name:
-    """`L['self'].blocks.0` -> `("blocks", "0")`: the variable through which the compiled code
-    reaches its modules is no part of their names."""
-    relative = re.sub(r"^[A-Z]\['[^']*'\]", "", path)
-    parts = re.findall(r"[^.\[\]'\"]+", relative)
-    return tuple(part for part in parts if part != "_modules")
 
 
 _MINUS, _DIVIDED = ("aten::rsub", "aten::sub"), ("aten::reciprocal", "aten::div")

@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import AutocastState, lower_autocast
-from autocast_backend.policies.overrides import parse_overrides
+from autocast_backend.policies.overrides import module_stack, parse_overrides
+from autocast_backend.policies.paths import parse_name
 from tests.support import BF16, FP16, assert_same_bits, capture, graph_of, targets, train_step
 
 TO_BF16, TO_FP16 = "autocast_to_bf16.default", "autocast_to_fp16.default"
@@ -368,6 +369,96 @@ def test_a_module_with_two_names_has_both() -> None:
     for name in ("lm_head", "output"):
         off = compile_model(Twice(), {"module": {name: "off"}})(torch.randn(4, 8))
         assert off.dtype is torch.float32, name
+
+
+class Active(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.active = self.experts[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.active(x)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_module_with_two_names_that_is_replaced(first: int) -> None:
+    """Dynamo asks for its class, its sizes and the like: the code of the first would serve."""
+    model, x = Active(), torch.randn(4, 8)
+    compiled = compile_model(model, {"module": {"experts.0": "fp32"}})
+    with torch.autocast(**BF16):
+        for i in (first, 1 - first, first):
+            model.active = model.experts[i]
+            assert compiled(x).dtype is (torch.float32 if i == 0 else torch.bfloat16), i
+        model.active, model.experts[0] = model.experts[0], model.experts[1]
+        assert compiled(x).dtype is torch.bfloat16
+
+
+def test_a_global_module_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Active(), torch.randn(4, 8)
+
+    def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return chosen(x), model(x)  # type: ignore[name-defined]  # noqa: F821
+
+    compiled = compile_model(step, {"module": {"experts.1": "fp32"}})
+    with torch.autocast(**BF16):
+        for i in (1, 2, 1):
+            monkeypatch.setitem(globals(), "chosen", model.experts[i])
+            expected = torch.float32 if i == 1 else torch.bfloat16
+            assert [y.dtype for y in compiled(model, x)] == [expected, torch.bfloat16]
+
+
+def test_a_variable_of_a_function_around_is_no_part_of_a_name() -> None:
+    x, model = torch.randn(4, 8), torch.autocast(**BF16)(Active())
+    for pattern, expected in (("active", torch.float32), ("experts.1", torch.bfloat16)):
+        assert compile_model(model, {"module": {pattern: "fp32"}})(x).dtype is expected
+
+
+def test_blocks_that_are_compiled_one_by_one_share_their_code() -> None:
+    """Also where a module in each of them has two names."""
+    torch._dynamo.reset()
+    x, blocks = torch.randn(4, 8), [Active() for _ in range(3)]
+    options = {"inner": "aot_eager", "policies": {"module": {"experts.0": "fp32"}}}
+    compiled = [torch.compile(b, backend="smart_autocast", options=options) for b in blocks]
+    counters.clear()
+    with torch.autocast(**BF16):
+        assert all(block(x).dtype is torch.float32 for block in compiled)
+    assert counters["smart_autocast"]["graphs"] == 1
+
+
+@pytest.mark.parametrize("key", ["a[0]", "it's", "x'y\"z", "a[", "a\\b", "é é"])
+def test_a_module_whose_name_has_odd_characters(key: str) -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({key: nn.Sequential(nn.Linear(8, 8))})
+            self.plain = {"x.y": nn.Linear(8, 8), 3: [nn.Linear(8, 8)]}
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autocast(**BF16):
+                return self.layers[key](x), self.plain["x.y"](x), self.plain[3][0](x)
+
+    x = torch.randn(4, 8)
+    model = Keyed()
+    graph = capture(model, x)
+    names = {name for node in graph.graph.nodes for name in names_of_modules(node)}
+    assert names == {("layers", key), ("layers", key, "0"), ("plain", "x.y"), ("plain", "3", "0")}
+    for pattern, expected in (
+        (f"layers.{key}", 1),
+        (f"layers.{key}.0", 1),
+        ("plain.x?y", 1),
+        ("plain.3", 1),
+        ("layers.*", 1),
+        ("plain", 2),
+    ):
+        calls = targets(lower_autocast(capture(model, x), policies={"module": {pattern: "fp32"}}))
+        assert calls.count(TO_FP32) == 3 * expected, pattern
+    with pytest.raises(ValueError, match="matches no module"):
+        compile_model(Keyed(), {"module": {"layers.a": "fp32"}})(x)
+
+
+def names_of_modules(node: torch.fx.Node) -> list[Any]:
+    return [parse_name(path) for _, path in module_stack(node)]
 
 
 def test_an_override_that_a_call_cannot_take() -> None:
