@@ -35,6 +35,10 @@ class CastReport:
         parts = [str(graph) for graph in self.graphs] or [
             'no graph was compiled with backend="smart_autocast"'
         ]
+        summaries = [graph.summary for graph in self.graphs]
+        named = {asked for summary in summaries for asked in summary.overridden.values()}
+        for entry in dict.fromkeys(entry for summary in summaries for entry in summary.entries):
+            parts += [] if entry in named else [f"{entry} names no call"]
         for reason in self.graph_breaks:
             first, *rest = reason.splitlines()
             parts.append(f"graph break in {first}")

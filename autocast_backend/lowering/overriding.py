@@ -20,6 +20,7 @@ from torch import fx
 from .._torch.dynamo import is_higher_order_op
 from .._torch.writes import hidden_writes
 from ..policies.overrides import Override, Overrides, PolicyError
+from ..policies.paths import Name
 from ..regions import Placement, find_regions, is_region_node, source_line
 from ..validation.compare import Failed, observe
 from . import recipes
@@ -36,12 +37,17 @@ class Overrider:
     Attributes:
         calls: filled with the calls that are overridden.
         first: the first override that was followed.
+        weights: `id` of the value of an input -> the names of the modules whose weight it is.
     """
 
     overrides: Overrides
     validate: str
     calls: dict[fx.Node, Overridden]
     first: Override | None = None
+    weights: dict[int, tuple[Name, ...]] = field(default_factory=dict)
+    _followed: set[Override] = field(default_factory=set)
+    _untreated: dict[Override, fx.Node] = field(default_factory=dict)
+    _outside: dict[Override, dict[Name, fx.Node]] = field(default_factory=dict)
     _treated: dict[str, bool] = field(default_factory=dict)
 
     def forces(self, node: fx.Node, placement: Placement) -> bool:
@@ -69,7 +75,10 @@ class Overrider:
             PolicyError: the call cannot be made as the override asks.
         """
         candidate = Candidate(node, 0, placement, grad, refused=refused)
-        if (override := self._named(candidate, fake_mode)) is None:
+        override = self._named(candidate, fake_mode)
+        if placement.state.enabled_devices:
+            self._note(candidate, override, fake_mode)
+        if override is None:
             return None
         state = override.state(placement.state)
         recipe = None
@@ -119,6 +128,46 @@ class Overrider:
                         f"{named}: {call_name(call)} cannot be changed: it stands in a body of "
                         f"the higher-order op {node.target}, which is not looked into"
                     )
+
+    def passed_over(self) -> list[str]:
+        """What entries seem to name and do not, in words, once the whole graph has been asked for:
+        an entry that changes nothing would do so without a word."""
+        told = []
+        for override, node in self._untreated.items():
+            if override not in self._followed and not override.names_all:
+                told.append(
+                    f"{override} changes nothing in this graph: autocast treats none of the calls "
+                    f"in what it names, such as {call_name(node)}, and a module names no others. "
+                    "Name their ops"
+                )
+        for override, calls in self._outside.items():
+            (owner, node), *more = calls.items()
+            told.append(
+                f"{override} names {'.'.join(owner)!r}, and not {call_name(node)}, which reads its "
+                "weights and stands outside of it"
+                + (f" (the same of {len(more)} more)" if more else "")
+                + ". A module names what its own call does: call module(x), not module.forward(x), "
+                "or name the module that reads them"
+            )
+        return told
+
+    def _note(self, c: Candidate, override: Override | None, fake_mode: Any) -> None:
+        """Note what is passed over: calls in a module that is named, which autocast leaves alone,
+        and calls outside of it that read its weights."""
+        if override is not None:
+            self._followed.add(override)
+        of_call = self.overrides.of(c.node)
+        left_alone = override is None and touches_tensors(c.node)
+        if left_alone and of_call is not None and of_call.key == "module":
+            self._untreated.setdefault(of_call, c.node)
+        read = (id(n.meta.get("example_value")) for n in recipes.tensor_arguments(c.node))
+        for owners in filter(None, map(self.weights.get, read)):
+            asked = {o: n for n in owners if (o := self.overrides.of_module(n)) is not None}
+            if not asked or of_call in asked or self.overrides.names_around(c.node) & set(owners):
+                continue
+            if override is not None or treats(c, fake_mode, self.validate, self._treated):
+                for other, owner in asked.items():
+                    self._outside.setdefault(other, {}).setdefault(owner, c.node)
 
     def _named(self, c: Candidate, fake_mode: Any) -> Override | None:
         override = self.overrides.of(c.node) if c.placement.state.enabled_devices else None

@@ -17,16 +17,19 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from .._logging import log
 from .._torch.autocast import disable_autocast
 from .._torch.dynamo import (
     GradMode,
     functorch_levels_restored,
+    input_path,
     is_functorch_transform,
     is_higher_order_op,
 )
 from .._torch.fake_tensors import fake_mode_of, like, running
 from ..graphs import names_of
 from ..policies.overrides import PolicyError
+from ..policies.paths import parse_name
 from ..regions import Placement, find_regions, is_region_node
 from . import recipes
 from .bodies import APART, STALE, Bodies
@@ -47,7 +50,8 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     Raises:
         PolicyError: a call cannot be made as an override asks, or not any more after one.
     """
-    inputs = [n.meta.get("example_value") for n in graph_module.graph.find_nodes(op="placeholder")]
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    inputs = [n.meta.get("example_value") for n in placeholders]
     fake_mode = fake_mode_of(inputs)
     if fake_mode is not None:
         overrider = Overrider(context.overrides, context.validate, context.overridden)
@@ -55,10 +59,19 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
         with running(fake_mode), functorch_levels_restored():
             # A call may write to its inputs; leaves that require grad are safe from that.
             copies = [_copy(value) for value in inputs]
+            for node, value in zip(placeholders, copies, strict=True):
+                owners = context.overrides.owners.get(parse_name(input_path(node) or ""))
+                if owners is not None:
+                    overrider.weights[id(value)] = owners
             outside = Placement(context.ambient, None)
             run.graph(graph_module, copies, outside, torch.is_grad_enabled())
         names = names_of(graph_module)
-        context.report.overridden = {names[n]: o.asked for n, o in context.overridden.items()}
+        report = context.report
+        report.overridden = {names[n]: o.asked for n, o in context.overridden.items()}
+        report.entries = [*map(str, (*context.overrides.ops, *context.overrides.modules))]
+        report.passed_over = overrider.passed_over()
+        for told in report.passed_over:
+            log.warning("%s", told)
     return graph_module
 
 

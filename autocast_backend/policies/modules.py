@@ -34,19 +34,29 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
     roots = _within_reach(frame, [path for _, path in entries]) if frame else {}
     names: dict[str, set[Name]] = {}
     ways: dict[str, list[Path]] = {}
+    weights: dict[Name, int] = {}
     for path, root in roots.items():
         way = parse_path(path)
         for name, module in root.named_modules(remove_duplicate=False):
             below = tuple(filter(None, name.split(".")))
             names.setdefault(str(id(module)), set()).add(way.name + below)
             ways.setdefault(str(id(module)), []).append(way.to(below))
+            for weight, value in (*module._parameters.items(), *module._buffers.items()):
+                weights[(*way.name, *below, weight)] = id(value)
             _check_compiled(overrides, way.name + below, module)
     for identity, path in dict.fromkeys(entries):
         names.setdefault(identity, set()).add(parse_name(path))
         _guard(parse_path(path), ways.get(identity, []))
     if names or not frame:
         overrides.check_modules(name for known in names.values() for name in known)
-    return replace(overrides, names={i: tuple(known) for i, known in names.items()})
+    owners: dict[int, list[Name]] = {}
+    for weight, tensor in weights.items():
+        owners.setdefault(tensor, []).append(weight[:-1])
+    return replace(
+        overrides,
+        names={i: tuple(known) for i, known in names.items()},
+        owners={weight: tuple(owners[tensor]) for weight, tensor in weights.items()},
+    )
 
 
 def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:

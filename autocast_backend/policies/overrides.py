@@ -63,6 +63,11 @@ class Override:
         )
         return replace(around, devices=devices)
 
+    @property
+    def names_all(self) -> bool:
+        """Whether it names the outermost module, and so all calls there are."""
+        return self.key == "module" and _matches(tuple(self.pattern.split(".")), ())
+
     def __str__(self) -> str:
         asked = ["off"] if self.off else []
         asked += [self.policy.value] if self.policy else []
@@ -78,11 +83,13 @@ class Overrides:
         ops, modules: the entries of each key.
         names: identity of a module, as `nn_module_stack` has it -> all names it has in the model;
             a module that is shared has several.
+        owners: name of a parameter or buffer -> the names of all modules that it is registered in.
     """
 
     ops: tuple[Override, ...] = ()
     modules: tuple[Override, ...] = ()
     names: Mapping[str, tuple[Name, ...]] = field(default_factory=dict)
+    owners: Mapping[Name, tuple[Name, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.ops or self.modules)
@@ -103,11 +110,18 @@ class Overrides:
         named = (o for op in _op_names(node) for o in self.ops if o.pattern == op)
         return next(named, None)
 
+    def names_around(self, node: fx.Node) -> set[Name]:
+        """The names of all modules that a call stands in, but for containers that nobody calls."""
+        return {n for i, path in module_stack(node) for n in self._names(i, path)}
+
+    def _names(self, identity: str, path: str) -> tuple[Name, ...]:
+        return self.names.get(identity) or (parse_name(path),)
+
     def _innermost_first(self, modules: Stack) -> Iterator[tuple[Name, ...]]:
         """The names of each of `modules`, also of containers such as `blocks`, which
         nobody calls; the compiled module's own name is empty. Of a shared module all names count,
         but the containers of those alone that lie in the module that called it."""
-        stack = [self.names.get(i) or (parse_name(path),) for i, path in modules]
+        stack = [self._names(i, path) for i, path in modules]
         while stack:
             names = stack.pop()
             around = {

@@ -48,7 +48,8 @@ def _section(graph: GraphReport) -> str:
         title=html.escape(graph.title),
         summary=html.escape(str(graph.summary)),
         kept=_list("Stays under autocast", graph.summary.bracketed),
-        asked=_list("Other policies", (f"{n}: {o}" for n, o in graph.summary.overridden.items())),
+        asked=_list("Other policies", (f"{n}: {o}" for n, o in graph.summary.overridden.items()))
+        + _list("Not named", graph.summary.passed_over),
         weights=_list("Casts of weights", graph.summary.weights),
         rows="\n".join(map(_row, graph.rows)),
     )

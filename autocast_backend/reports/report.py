@@ -69,6 +69,8 @@ class Report:
         overridden: nodes that the option `policies` names and autocast would treat otherwise, and
             the entry that names each; most are among the lowered ones, those that are "off" are in
             no other count.
+        entries: all entries of the option.
+        passed_over: what some of them seem to name, and do not.
         casts: smart cast nodes added (weights shared by several readers count once).
         weights: the casts of weights among them, and where each is made.
         opaque: custom ops without an autocast rule, and the state that they stand under.
@@ -82,6 +84,8 @@ class Report:
     untouched: int = 0
     bracketed: list[Bracketed] = field(default_factory=list)
     overridden: dict[str, str] = field(default_factory=dict)
+    entries: list[str] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
     casts: int = 0
     weights: list[WeightCast] = field(default_factory=list)
     opaque: dict[OpOverload, AutocastState] = field(default_factory=dict)

@@ -91,6 +91,7 @@ class GraphReport:
         reasons = {b.node: b.reason for b in self.summary.bracketed}
         places = {(w.weight, _short(w.dtype)): w.place for w in self.summary.weights}
         lines = [f"{self.title}: {self.summary}"]
+        lines += [f"  {told}" for told in self.summary.passed_over]
         for row in self.rows:
             asked = self.summary.overridden.get(row.name)
             if not row.casts and not row.under and not asked:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend import AutocastState, lower_autocast
+from autocast_backend import AutocastState, explain, lower_autocast
 from autocast_backend.policies.overrides import module_stack, parse_overrides
 from autocast_backend.policies.paths import parse_name
 from tests.support import BF16, FP16, assert_same_bits, capture, graph_of, targets, train_step
@@ -369,6 +371,65 @@ def test_a_module_with_two_names_has_both() -> None:
     for name in ("lm_head", "output"):
         off = compile_model(Twice(), {"module": {name: "off"}})(torch.randn(4, 8))
         assert off.dtype is torch.float32, name
+
+
+class Passed(nn.Module):
+    """Calls that stand in no module, or that autocast does not treat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.table = nn.Embedding(8, 8)
+        self.out.weight = self.table.weight
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first.forward(x))
+        x, _ = self.attention(x, x, x)
+        return F.linear(self.out(x), self.table.weight)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("first", ["names 'first', and not the call of linear"]),
+        ("norm", ["changes nothing in this graph: .* such as the call of layer_norm"]),
+        ("table", ["names 'table', and not the call of linear"]),
+        ("attention.out_proj", ["names 'attention.out_proj', and not the call of multi_head"]),
+        ("attention", []),
+        ("**", []),
+        ("*", ["names 'first', .*the same of 1 more"]),
+    ],
+)
+def test_what_a_pattern_seems_to_name_and_does_not_is_told(
+    pattern: str, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    policies = {"module": {pattern: "fp32"}, "op": {"aten::rsub": "fp32"}}
+    with torch.autocast(**BF16):
+        report = explain(Passed(), policies=policies)(torch.randn(4, 8))
+    [graph] = report.graphs
+    found = graph.summary.passed_over
+    assert [bool(re.search(t, f)) for t, f in zip(told, found, strict=True)] == [True] * len(told)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == found
+    assert all(text in str(report) and html.escape(text) in report.to_html() for text in found)
+    assert "option 'policies': op 'aten::rsub' (fp32) names no call" in str(report)
+    unnamed = f"option 'policies': module '{pattern}' (fp32) names no call" in str(report)
+    assert unnamed == (pattern not in ("attention", "**", "*"))
+
+
+def test_a_frozen_weight_in_a_checkpoint_that_is_read_outside_of_its_module() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Passed().requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    with torch.autocast(**BF16):
+        report = explain(Outer(), policies={"module": {"inner.first": "fp32"}})(torch.randn(4, 8))
+    [told] = report.graphs[0].summary.passed_over
+    assert "names 'inner.first', and not the call of linear" in told
 
 
 class Active(nn.Module):
