@@ -15,12 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from .._torch.dynamo import is_higher_order_op
 from .._torch.writes import hidden_writes
 from ..policies.overrides import Override, Overrides, PolicyError
 from ..policies.paths import Name
+from ..policies.table import Policy, op_name
 from ..regions import Placement, find_regions, is_region_node, source_line
 from ..validation.compare import Failed, observe
 from . import recipes
@@ -48,6 +50,7 @@ class Overrider:
     _followed: set[Override] = field(default_factory=set)
     _untreated: dict[Override, fx.Node] = field(default_factory=dict)
     _outside: dict[Override, dict[Name, fx.Node]] = field(default_factory=dict)
+    _cast_back: dict[Override, fx.Node] = field(default_factory=dict)
     _treated: dict[str, bool] = field(default_factory=dict)
 
     def forces(self, node: fx.Node, placement: Placement) -> bool:
@@ -149,6 +152,13 @@ class Overrider:
                 + ". A module names what its own call does: call module(x), not module.forward(x), "
                 "or name the module that reads them"
             )
+        for override, node in self._cast_back.items():
+            dtype = str(node.meta["example_value"].dtype)[6:]
+            told.append(
+                f"{override}: {call_name(node)}, in what it names, casts to {dtype}. If the code "
+                "asks a tensor for that dtype, as in w.to(x.dtype), Dynamo did so before, and the "
+                "graph has the answer"
+            )
         return told
 
     def _note(self, c: Candidate, override: Override | None, fake_mode: Any) -> None:
@@ -160,6 +170,8 @@ class Overrider:
         left_alone = override is None and touches_tensors(c.node)
         if left_alone and of_call is not None and of_call.key == "module":
             self._untreated.setdefault(of_call, c.node)
+            if _casts_back(c, of_call):
+                self._cast_back.setdefault(of_call, c.node)
         read = (id(n.meta.get("example_value")) for n in recipes.tensor_arguments(c.node))
         for owners in filter(None, map(self.weights.get, read)):
             asked = {o: n for n in owners if (o := self.overrides.of_module(n)) is not None}
@@ -177,6 +189,19 @@ class Overrider:
             c, fake_mode, self.validate, self._treated
         )
         return override if named else None
+
+
+def _casts_back(c: Candidate, override: Override) -> bool:
+    """Whether a call is a cast to the lower precision of the region, in a module that is asked for
+    in another dtype."""
+    if op_name(c.node) not in ("to", "type", "bfloat16", "half"):
+        return False
+    given, result = (n.meta.get("example_value") for n in (c.node.all_input_nodes[0], c.node))
+    if not isinstance(given, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    lower = {d.dtype for d in c.placement.state.enabled_devices}
+    other = override.off or override.policy is Policy.FP32 or override.dtype not in (None, *lower)
+    return other and result.dtype in lower and given.dtype is not result.dtype
 
 
 def _writes(c: Candidate, fake_mode: Any) -> bool:

@@ -432,6 +432,43 @@ def test_a_frozen_weight_in_a_checkpoint_that_is_read_outside_of_its_module() ->
     assert "names 'inner.first', and not the call of linear" in told
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("fp32", True),
+        ({"dtype": torch.float16}, True),
+        ("lower_precision_fp", False),
+    ],
+)
+def test_a_dtype_that_the_code_has_looked_up_is_told(asked: Any, told: bool) -> None:
+    """Attention in Transformers: `softmax(scores, dtype=torch.float32).to(query.dtype)`."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query = self.query(x)
+            weights = torch.softmax(query, -1, dtype=torch.float32).to(query.dtype)
+            return self.out(weights @ query.t())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x)
+
+    with torch.autocast(**BF16):
+        report = explain(Outer(), policies={"module": {"attention": asked}})(torch.randn(8, 8))
+    found = report.graphs[0].summary.passed_over
+    assert [bool(re.search(r"the call of to .* casts to bfloat16\.", f)) for f in found] == [
+        True
+    ] * told
+
+
 class Active(nn.Module):
     def __init__(self) -> None:
         super().__init__()
