@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -291,9 +292,12 @@ def _op_names(node: fx.Node) -> tuple[str, ...]:
 
 
 def _comes_with_torch(target: Any) -> bool:
-    """Also functions that PyTorch makes itself and no key spells out, such as `F.max_pool2d`."""
-    made_here = str(getattr(target, "__module__", "")).startswith("torch.")
-    return made_here or comes_with_torch(target)
+    """Also functions that PyTorch makes itself and no key spells out, such as `F.max_pool2d`; not
+    what `functools.wraps` has given the name of one."""
+    module = sys.modules.get(getattr(target, "__module__", None) or "")
+    named = getattr(module, getattr(target, "__name__", ""), None)
+    made_there = module is not None and module.__name__.startswith("torch.") and named is target
+    return made_there or comes_with_torch(target)
 
 
 def _is_tensor(argument: Any) -> bool:
