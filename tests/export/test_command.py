@@ -90,7 +90,6 @@ def test_for_another_device_type(tmp_path: Path) -> None:
         ("none.pt2", [], "there is no such file"),
         ("text.pt2", [], "this is no archive at all"),
         ("other.pt2", [], "this archive holds no program"),
-        ("damaged.pt2", [], "damaged.pt2: torch.export.load, of torch "),
         ("model.pt2", ["-o", "nowhere/lowered.pt2"], "--output: there is no folder"),
         ("model.pt2", ["--report", "nowhere/page.html"], "--report: there is no folder"),
         ("model.pt2", ["-o", "."], "--output: expected a file; . is a folder"),
@@ -113,8 +112,6 @@ def test_what_is_refused(
     (tmp_path / "text.pt2").write_text("no program")
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
         archive.writestr("other/data/x.json", "{}")
-    with zipfile.ZipFile(tmp_path / "damaged.pt2", "w") as archive:
-        archive.writestr("damaged/models/model.json", "{}")
     if name == "model.pt2":
         saved(MLP, tmp_path)
     if name == "decomposed.pt2":
@@ -171,6 +168,15 @@ sys.exit(cli.main(["lower", *sys.argv[1:]]))
     assert error.startswith(f"smart-autocast lower: --output: {output} cannot be written: ")
     assert output.read_text() == "an earlier one"
     assert sorted(tmp_path.iterdir()) == [output, source]
+
+
+def test_a_damaged_program(tmp_path: Path) -> None:
+    source, output = tmp_path / "damaged.pt2", tmp_path / "lowered.pt2"
+    with zipfile.ZipFile(source, "w") as archive:
+        archive.writestr("damaged/models/model.json", "{}")
+    with pytest.raises(CommandError, match=f"^{source}: torch.export.load, of torch "):
+        lower_file(source, output)
+    assert not output.exists()
 
 
 def test_a_program_with_an_op_of_another_library(tmp_path: Path) -> None:
