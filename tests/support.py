@@ -33,6 +33,20 @@ BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 FP16 = {"device_type": "cpu", "dtype": torch.float16}
 
 
+def _has_low_precision_lstm() -> bool:
+    try:
+        with torch.no_grad(), torch.autocast(**BF16):
+            nn.LSTM(1, 1)(torch.ones(1, 1, 1))
+    except RuntimeError:
+        return False
+    return True
+
+
+LOW_PRECISION_LSTM = _has_low_precision_lstm()
+"""Whether `nn.LSTM` runs under autocast on this CPU: without AVX-512, oneDNN has no kernel for it,
+and eager autocast raises."""
+
+
 class Product(torch.autograd.Function):
     """`x @ w`, with a backward that computes in float32 whatever it is given."""
 

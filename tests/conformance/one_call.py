@@ -21,7 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autocast_backend.lowering import recipes
 from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
-from tests.support import assert_same_bits, graph_of, lower_with_report, tensors
+from tests.support import (
+    LOW_PRECISION_LSTM,
+    assert_same_bits,
+    graph_of,
+    lower_with_report,
+    tensors,
+)
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -29,8 +35,14 @@ PINNED = Version(torch.__version__).release[:2] == (2, 13) and not torch.backend
 """Whether this is the build of torch that numbers and exceptions were written down for. On others
 an op may have lost or gained what it takes to run without its device."""
 
-NO_DEVICE = "not compiled with|not linked with|Could not run|unexpected device type|CUDA|NVIDIA"
-"""What eager says of a kernel that needs a device or a build of torch for it."""
+NO_DEVICE = (
+    "not compiled with|not linked with|Could not run|unexpected device type|CUDA|NVIDIA"
+    "|could not create a primitive"
+)
+"""What eager says of a kernel that needs a device, a processor or a build of torch for it."""
+
+NO_KERNEL = () if LOW_PRECISION_LSTM else (("cpu", "mkldnn_rnn_layer"),)
+"""Ops that this processor has no kernel for in a lower precision."""
 
 
 class _Recorder(TorchDispatchMode):

@@ -20,7 +20,15 @@ from torch._dynamo.utils import counters
 
 from autocast_backend.state import AutocastState
 from tests.conformance.calls import Tensors, arguments_of
-from tests.conformance.one_call import NO_DEVICE, PINNED, call_under, compare, lowered, tensors_of
+from tests.conformance.one_call import (
+    NO_DEVICE,
+    NO_KERNEL,
+    PINNED,
+    call_under,
+    compare,
+    lowered,
+    tensors_of,
+)
 from tests.conformance.test_registrations import REGISTERED, fate
 from tests.support import BF16, TORCH, assert_same_bits, tensors
 
@@ -119,6 +127,7 @@ def test_every_way_to_write_it(device_type: str, count: int) -> None:
                     other = where not in ("torch.ops.aten", "keywords") or (
                         not PINNED and re.search(NO_DEVICE, eager.error)
                     )
+                    other |= (device_type, op) in NO_KERNEL
                     assert other or fate(device_type, op) != "lowered", (where, op, eager.error)
                     continue
                 module, report = lowered(target, args, kwargs, state)
@@ -131,7 +140,7 @@ def test_every_way_to_write_it(device_type: str, count: int) -> None:
                     became = (report.lowered, len(report.bracketed))
                     assert became == expected, (where, op, report.bracketed)
                     found[where] += 1
-    if PINNED:
+    if PINNED and not (device_type == "cpu" and NO_KERNEL):
         assert sum(found.values()) == count
 
 
