@@ -120,13 +120,13 @@ def kernel_tier(device: str) -> str:
 
 
 def machine_slug(device: str = "cpu") -> str:
-    """Folder name for this machine's results: the GPU's name, or the CPU's with its cores.
-
-    Virtual machines often hide the CPU's model number (`AMD EPYC`), so the cores go with it.
+    """Folder name for this machine's results: the GPU's name, or the CPU's with its instruction set,
+    as PyTorch names it, and its cores: virtual machines often hide the model number (`AMD EPYC`).
     """
     if device == "cuda":
         return _slug(torch.cuda.get_device_name(0))
-    return _slug(f"{cpu_model()} {usable_cores()} cores")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return _slug(f"{cpu_model()} {capability} {usable_cores()} cores")
 
 
 def _slug(name: str) -> str:

@@ -37,6 +37,17 @@ def test_results_are_kept_by_machine(tmp_path, monkeypatch):
     assert path == tmp_path / machine_slug() / "example.json"
 
 
+def test_processors_of_one_name_are_told_apart(monkeypatch):
+    """A virtual machine's EPYC with AVX-512 and its elder without."""
+    monkeypatch.setattr("benchmarks.machine.cpu_model", lambda: "AMD EPYC")
+    monkeypatch.setattr("benchmarks.machine.usable_cores", lambda: 2)
+    names = []
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda c=capability: c)
+        names.append(machine_slug())
+    assert names == ["amd-epyc-avx2-2-cores", "amd-epyc-avx512-2-cores"]
+
+
 def test_the_machine_is_written_beside_the_numbers(tmp_path):
     machine = json.loads(_answer()[0].save(tmp_path).read_text())["machine"]
     for fact in ("cpu", "cores", "threads", "os", "python", "torch", "date"):
@@ -73,7 +84,7 @@ def test_revision_is_none_outside_git(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("AMD EPYC 2 cores", "amd-epyc-2-cores"),
+        ("AMD EPYC AVX512 2 cores", "amd-epyc-avx512-2-cores"),
         ("AMD EPYC 9554 64-Core Processor 8 cores", "amd-epyc-9554-8-cores"),
         ("Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz 4 cores", "intel-xeon-e5-2680-v4-4-cores"),
         ("NVIDIA H200", "nvidia-h200"),
