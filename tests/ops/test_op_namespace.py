@@ -53,6 +53,26 @@ print(dtypes == [bf16] * 4)
     assert output_of(program) == "True\n"
 
 
+def test_a_thread_gets_no_op_before_all_of_it_is_there() -> None:
+    """The native library has the kernels, Python adds the gradients after it."""
+    program = """
+import threading
+x = torch.ones(1, requires_grad=True)
+def second():
+    torch.ops.smart_autocast.multi_cast([x], bf16)[0].sum().backward()
+thread, library = threading.Thread(target=second), torch.library.Library
+def slow(*args):
+    if args[1] == "FRAGMENT" and not thread.ident:
+        thread.start(), thread.join(1)
+    return library(*args)
+torch.library.Library = slow
+torch.ops.smart_autocast.multi_cast
+thread.join()
+print(x.grad)
+"""
+    assert output_of(program) == "tensor([1.])\n"
+
+
 def test_dynamo_traces_an_op_that_is_not_loaded_yet() -> None:
     program = """
 @torch.compile(backend="eager", fullgraph=True)
