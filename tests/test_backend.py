@@ -87,7 +87,7 @@ def test_torch_logs_knows_our_name() -> None:
     name = "smart_autocast" if torch_is_new else "autocast_backend"
     result = run_python(FOUND_WITHOUT_IMPORT, TORCH_LOGS=f"+{name}")
     assert result.returncode == 0, result.stderr
-    assert "under cpu: bfloat16: 1 nodes lowered" in result.stderr
+    assert "under cpu: bfloat16: 1 node lowered" in result.stderr
     assert "torch.ops.smart_autocast.autocast_to_bf16.default" in result.stderr
     quiet = run_python(FOUND_WITHOUT_IMPORT)
     assert quiet.stderr == ""

@@ -270,7 +270,7 @@ def test_the_command_runs_a_program_and_ends_as_it_does(tmp_path: Path) -> None:
     done = run("--report", str(page), str(program), "--epochs", "1")
     assert done.returncode == 3, done.stderr
     assert "the arguments: ['--epochs', '1']" in done.stdout
-    assert "graph 1 (linear), under cpu: bfloat16: 1 nodes lowered" in done.stdout
+    assert "graph 1 (linear), under cpu: bfloat16: 1 node lowered" in done.stdout
     assert "<title>Casts of train.py</title>" in page.read_text()
 
 

@@ -48,7 +48,8 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
         names.setdefault(identity, set()).add(parse_name(path))
         _guard(parse_path(path), ways.get(identity, []))
     if names or not frame:
-        overrides.check_modules(name for known in names.values() for name in known)
+        every = (name for known in names.values() for name in known)
+        overrides.check_modules(every, compiled_by_dynamo=frame is not None)
     owners: dict[int, list[Name]] = {}
     for weight, tensor in weights.items():
         owners.setdefault(tensor, []).append(weight[:-1])

@@ -48,6 +48,7 @@ class Override:
         policy: instead of the op's own; None: the op's own.
         dtype: the lower precision, instead of the region's; None: the region's.
         off: no autocast at all.
+        where: names the option in messages.
     """
 
     key: str
@@ -55,6 +56,7 @@ class Override:
     policy: Policy | None = None
     dtype: torch.dtype | None = None
     off: bool = False
+    where: str = field(default="option 'policies'", compare=False)
 
     def state(self, around: AutocastState) -> AutocastState:
         """The autocast state of a call that this override names, inside the state `around`."""
@@ -73,7 +75,7 @@ class Override:
         asked = ["off"] if self.off else []
         asked += [self.policy.value] if self.policy else []
         asked += [str(self.dtype)] if self.dtype else []
-        return f"option 'policies': {self.key} {self.pattern!r} ({', '.join(asked)})"
+        return f"{self.where}: {self.key} {self.pattern!r} ({', '.join(asked)})"
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,12 @@ class Overrides:
                     return override
         return None
 
-    def check_modules(self, known: Iterable[Name]) -> None:
+    def check_modules(self, known: Iterable[Name], *, compiled_by_dynamo: bool) -> None:
         """Refuse patterns that match no module.
 
         Args:
             known: the names of all modules there are.
+            compiled_by_dynamo: which may compile a part of the model by itself.
 
         Raises:
             PolicyError: with near names.
@@ -158,12 +161,15 @@ class Overrides:
             if not any(_matches(parts, name) for name in names):
                 inside = {".".join(name) for name in names if name}
                 near = nearest(override.pattern, inside) if inside else "'**', for there is but one"
-                raise PolicyError(
-                    f"{override} matches no module; expected {near}. Names count from the module "
-                    "that is compiled. A module whose forward Dynamo compiles by itself, because "
-                    "of a graph break inside, is such a module: compile with fullgraph=True, or "
-                    "compile that module with options of its own"
-                )
+                message = f"{override} matches no module; expected {near}"
+                if compiled_by_dynamo:
+                    message += (
+                        ". Names count from the module that is compiled. A module whose forward "
+                        "Dynamo compiles by itself, because of a graph break inside, is such a "
+                        "module: compile with fullgraph=True, or compile that module with options "
+                        "of its own"
+                    )
+                raise PolicyError(message)
 
 
 def parse_overrides(where: str, given: Any) -> Overrides:
@@ -212,33 +218,34 @@ def _mapping(where: str, given: Any, example: str) -> Mapping[str, Any]:
 
 
 def _override(where: str, key: str, pattern: str, value: Any) -> Override:
-    where = f"{where}: {key} {pattern!r}"
+    entry = f"{where}: {key} {pattern!r}"
     asked = {"policy": value} if isinstance(value, str) else value
     if not isinstance(asked, Mapping):
         raise TypeError(
-            f"{where}: expected one of {', '.join(map(repr, _VALUES))}, or a dict of 'policy' and "
+            f"{entry}: expected one of {', '.join(map(repr, _VALUES))}, or a dict of 'policy' and "
             f"'dtype'; got {value!r}"
         )
     if unknown := [k for k in asked if k not in ("policy", "dtype")]:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; expected 'policy' or 'dtype'")
+        raise ValueError(f"{entry}: unknown key {unknown[0]!r}; expected 'policy' or 'dtype'")
     policy, dtype = asked.get("policy"), asked.get("dtype")
     if policy is None and dtype is None:
-        raise ValueError(f"{where}: expected 'policy' or 'dtype' or both; got {value!r}")
+        raise ValueError(f"{entry}: expected 'policy' or 'dtype' or both; got {value!r}")
     if policy is not None and policy not in _VALUES:
         raise ValueError(
-            f"{where}: unknown policy {policy!r}; expected {nearest(str(policy), _VALUES)}"
+            f"{entry}: unknown policy {policy!r}; expected {nearest(str(policy), _VALUES)}"
         )
     if dtype is not None and dtype not in AMBIENT_DTYPES:
         raise ValueError(
-            f"{where}: dtype: expected torch.bfloat16 or torch.float16, the lower precision; got "
+            f"{entry}: dtype: expected torch.bfloat16 or torch.float16, the lower precision; got "
             f'{dtype!r}. For float32 use "fp32"'
         )
     if dtype is not None and policy not in (None, "lower_precision_fp"):
         raise ValueError(
-            f"{where}: a dtype goes with 'lower_precision_fp' or with no policy; got {policy!r}"
+            f"{entry}: a dtype goes with 'lower_precision_fp' or with no policy; got {policy!r}"
         )
     off = policy == "off"
-    return Override(key, pattern, None if off or policy is None else Policy(policy), dtype, off)
+    named = None if off or policy is None else Policy(policy)
+    return Override(key, pattern, named, dtype, off, where)
 
 
 def _near_op(op: str, known: Iterable[str]) -> str:

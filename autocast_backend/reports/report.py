@@ -113,8 +113,12 @@ class Report:
         if not self.nodes and not self.overridden:
             return "no call stands inside of an autocast region"
         return (
-            f"{self.lowered} nodes lowered, {self.untouched} untouched, "
-            f"{len(self.bracketed)} bracketed; {self.casts} casts, "
+            f"{_counted(self.lowered, 'node')} lowered, {self.untouched} untouched, "
+            f"{len(self.bracketed)} bracketed; {_counted(self.casts, 'cast')}, "
             f"{sum(w.inside is None for w in self.weights)} of weights that may leave the graph"
-            + (f"; {len(self.overridden)} calls overridden" if self.overridden else "")
+            + (f"; {_counted(len(self.overridden), 'call')} overridden" if self.overridden else "")
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
