@@ -15,17 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from .._torch.dynamo import is_higher_order_op
 from .._torch.writes import hidden_writes
 from ..policies.overrides import Override, Overrides, PolicyError
-from ..policies.paths import Name
-from ..policies.table import Policy, op_name
-from ..regions import Placement, find_regions, is_region_node, source_line
+from ..regions import Placement, call_name, find_regions, is_region_node
 from ..validation.compare import Failed, observe
 from . import recipes
+from .passed_over import PassedOver
 from .planning import Candidate, Overridden, touches_tensors
 from .proving import follow, looks_mutating, treats, written_and_returned
 from .recipes import Recipe
@@ -38,19 +36,15 @@ class Overrider:
 
     Attributes:
         calls: filled with the calls that are overridden.
+        passed_over: told of all calls.
         first: the first override that was followed.
-        weights: `id` of the value of an input -> the names of the modules whose weight it is.
     """
 
     overrides: Overrides
     validate: str
     calls: dict[fx.Node, Overridden]
+    passed_over: PassedOver
     first: Override | None = None
-    weights: dict[int, tuple[Name, ...]] = field(default_factory=dict)
-    _followed: set[Override] = field(default_factory=set)
-    _untreated: dict[Override, fx.Node] = field(default_factory=dict)
-    _outside: dict[Override, dict[Name, fx.Node]] = field(default_factory=dict)
-    _cast_back: dict[Override, fx.Node] = field(default_factory=dict)
     _treated: dict[str, bool] = field(default_factory=dict)
 
     def forces(self, node: fx.Node, placement: Placement) -> bool:
@@ -80,7 +74,9 @@ class Overrider:
         candidate = Candidate(node, 0, placement, grad, refused=refused)
         override = self._named(candidate, fake_mode)
         if placement.state.enabled_devices:
-            self._note(candidate, override, fake_mode)
+            self.passed_over.note(
+                candidate, override, lambda: self._is_treated(candidate, fake_mode)
+            )
         if override is None:
             return None
         state = override.state(placement.state)
@@ -132,76 +128,15 @@ class Overrider:
                         f"the higher-order op {node.target}, which is not looked into"
                     )
 
-    def passed_over(self) -> list[str]:
-        """What entries seem to name and do not, in words, once the whole graph has been asked for:
-        an entry that changes nothing would do so without a word."""
-        told = []
-        for override, node in self._untreated.items():
-            if override not in self._followed and not override.names_all:
-                told.append(
-                    f"{override} changes nothing in this graph: autocast treats none of the calls "
-                    f"in what it names, such as {call_name(node)}, and a module names no others. "
-                    "Name their ops"
-                )
-        for override, calls in self._outside.items():
-            (owner, node), *more = calls.items()
-            told.append(
-                f"{override} names {'.'.join(owner)!r}, and not {call_name(node)}, which reads its "
-                "weights and stands outside of it"
-                + (f" (the same of {len(more)} more)" if more else "")
-                + ". A module names what its own call does: call module(x), not module.forward(x), "
-                "or name the module that reads them"
-            )
-        for override, node in self._cast_back.items():
-            dtype = str(node.meta["example_value"].dtype)[6:]
-            told.append(
-                f"{override}: {call_name(node)}, in what it names, casts to {dtype}. If the code "
-                "asks a tensor for that dtype, as in w.to(x.dtype), Dynamo did so before, and the "
-                "graph has the answer"
-            )
-        return told
-
-    def _note(self, c: Candidate, override: Override | None, fake_mode: Any) -> None:
-        """Note what is passed over: calls in a module that is named, which autocast leaves alone,
-        and calls outside of it that read its weights."""
-        if override is not None:
-            self._followed.add(override)
-        of_call = self.overrides.of(c.node)
-        left_alone = override is None and touches_tensors(c.node)
-        if left_alone and of_call is not None and of_call.key == "module":
-            self._untreated.setdefault(of_call, c.node)
-            if _casts_back(c, of_call):
-                self._cast_back.setdefault(of_call, c.node)
-        read = (id(n.meta.get("example_value")) for n in recipes.tensor_arguments(c.node))
-        for owners in filter(None, map(self.weights.get, read)):
-            asked = {o: n for n in owners if (o := self.overrides.of_module(n)) is not None}
-            if not asked or of_call in asked or self.overrides.names_around(c.node) & set(owners):
-                continue
-            if override is not None or treats(c, fake_mode, self.validate, self._treated):
-                for other, owner in asked.items():
-                    self._outside.setdefault(other, {}).setdefault(owner, c.node)
-
     def _named(self, c: Candidate, fake_mode: Any) -> Override | None:
         override = self.overrides.of(c.node) if c.placement.state.enabled_devices else None
         if override is None or _writes(c, fake_mode):
             return None
-        named = self.forces(c.node, c.placement) or treats(
-            c, fake_mode, self.validate, self._treated
-        )
+        named = self.forces(c.node, c.placement) or self._is_treated(c, fake_mode)
         return override if named else None
 
-
-def _casts_back(c: Candidate, override: Override) -> bool:
-    """Whether a call is a cast to the lower precision of the region, in a module that is asked for
-    in another dtype."""
-    if op_name(c.node) not in ("to", "type", "bfloat16", "half"):
-        return False
-    given, result = (n.meta.get("example_value") for n in (c.node.all_input_nodes[0], c.node))
-    if not isinstance(given, torch.Tensor) or not isinstance(result, torch.Tensor):
-        return False
-    lower = {d.dtype for d in c.placement.state.enabled_devices}
-    other = override.off or override.policy is Policy.FP32 or override.dtype not in (None, *lower)
-    return other and result.dtype in lower and given.dtype is not result.dtype
+    def _is_treated(self, c: Candidate, fake_mode: Any) -> bool:
+        return treats(c, fake_mode, self.validate, self._treated)
 
 
 def _writes(c: Candidate, fake_mode: Any) -> bool:
@@ -241,11 +176,3 @@ def _check(override: Override, c: Candidate, recipe: Recipe, fake_mode: Any) -> 
             f"{override}: {call_name(c.node)} returns a view of its argument, which a cast would "
             "cut off from it; name the ops that compute something instead"
         )
-
-
-def call_name(node: fx.Node) -> str:
-    """What a node calls, and where, for messages."""
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    line = source_line(node)
-    return f"the call of {name}" + (f" ({line})" if line else "")

@@ -30,11 +30,12 @@ from .._torch.fake_tensors import fake_mode_of, like, running
 from ..graphs import names_of
 from ..policies.overrides import PolicyError
 from ..policies.paths import parse_name
-from ..regions import Placement, find_regions, is_region_node
+from ..regions import Placement, call_name, find_regions, is_region_node
 from . import recipes
 from .bodies import APART, STALE, Bodies
 from .nested_calls import NestedCalls
-from .overriding import Overrider, call_name
+from .overriding import Overrider
+from .passed_over import PassedOver
 from .planning import refusal
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     inputs = [n.meta.get("example_value") for n in placeholders]
     fake_mode = fake_mode_of(inputs)
     if fake_mode is not None:
-        overrider = Overrider(context.overrides, context.validate, context.overridden)
+        passed_over = PassedOver(context.overrides)
+        overrider = Overrider(
+            context.overrides, context.validate, context.overridden, passed_over
+        )
         run = _Run(overrider, NestedCalls(context.overrides, graph_module), fake_mode)
         with running(fake_mode), functorch_levels_restored():
             # A call may write to its inputs; leaves that require grad are safe from that.
@@ -62,14 +66,14 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
             for node, value in zip(placeholders, copies, strict=True):
                 owners = context.overrides.owners.get(parse_name(input_path(node) or ""))
                 if owners is not None:
-                    overrider.weights[id(value)] = owners
+                    passed_over.weights[id(value)] = owners
             outside = Placement(context.ambient, None)
             run.graph(graph_module, copies, outside, torch.is_grad_enabled())
         names = names_of(graph_module)
         report = context.report
         report.overridden = {names[n]: o.asked for n, o in context.overridden.items()}
         report.entries = [*map(str, (*context.overrides.ops, *context.overrides.modules))]
-        report.passed_over = overrider.passed_over()
+        report.passed_over = passed_over.told()
         for told in report.passed_over:
             log.warning("%s", told)
     return graph_module

@@ -173,6 +173,14 @@ def source_line(node: fx.Node) -> str:
     return next((t.strip() for t in reversed(trace) if t.strip().startswith("File ")), "")
 
 
+def call_name(node: fx.Node) -> str:
+    """What a node calls, and where, for messages."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    line = source_line(node)
+    return f"the call of {name}" + (f" ({line})" if line else "")
+
+
 def where(node: fx.Node) -> str:
     """A node's name and the line of the user's code it comes from, for errors.
 
