@@ -120,8 +120,9 @@ def kernel_tier(device: str) -> str:
 
 
 def machine_slug(device: str = "cpu") -> str:
-    """Folder name for this machine's results: the GPU's name, or the CPU's with its instruction set,
-    as PyTorch names it, and its cores: virtual machines often hide the model number (`AMD EPYC`).
+    """Folder name for this machine's results: the GPU's name, or the CPU's with its instruction
+    set, as PyTorch names it, and its cores: virtual machines often hide the model number
+    (`AMD EPYC`).
     """
     if device == "cuda":
         return _slug(torch.cuda.get_device_name(0))
