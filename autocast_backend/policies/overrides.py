@@ -53,10 +53,10 @@ class Override:
 
     key: str
     pattern: str
-    policy: Policy | None = None
-    dtype: torch.dtype | None = None
-    off: bool = False
-    where: str = field(default="option 'policies'", compare=False)
+    policy: Policy | None
+    dtype: torch.dtype | None
+    off: bool
+    where: str = field(compare=False)
 
     def state(self, around: AutocastState) -> AutocastState:
         """The autocast state of a call that this override names, inside the state `around`."""
