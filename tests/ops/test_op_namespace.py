@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
+
+from autocast_backend.ops import KERNEL_TIER
 
 START = """
 import sys, torch
@@ -71,6 +74,17 @@ thread.join()
 print(x.grad)
 """
     assert output_of(program) == "tensor([1.])\n"
+
+
+@pytest.mark.skipif(KERNEL_TIER.library is None, reason="no native library")
+def test_a_library_that_was_loaded_alone_gets_its_gradients() -> None:
+    program = """
+torch.ops.load_library(sys.argv[1])
+x = torch.ones(1, requires_grad=True)
+torch.ops.smart_autocast.multi_cast([x], bf16)[0].sum().backward()
+print(x.grad)
+"""
+    assert output_of(program, str(KERNEL_TIER.library)) == "tensor([1.])\n"
 
 
 def test_dynamo_traces_an_op_that_is_not_loaded_yet() -> None:
