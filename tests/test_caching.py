@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from autocast_backend import AutocastState
 from autocast_backend.validation import verdicts
+from tests.forked import forked
 from tests.support import BF16, graph_of, lower_with_report, needs_torch
 from tests.test_backend import run_python
 
@@ -53,8 +55,7 @@ print(json.dumps({{
 """
 
 
-def run(
-    cache: Path,
+def program(
     backend: str,
     in_graph: bool,
     dtype: str = "bfloat16",
@@ -62,9 +63,8 @@ def run(
     backward_on: bool = False,
     before: str = "",
     after: str = "",
-    **environment: str,
-) -> dict[str, Any]:
-    program = PROGRAM.format(
+) -> str:
+    return PROGRAM.format(
         backend=backend,
         in_graph=in_graph,
         dtype=dtype,
@@ -72,6 +72,13 @@ def run(
         before=before,
         after=after,
     )
+
+
+Run = Callable[[Path, str], Any]
+
+
+def from_the_start(cache: Path, program: str, **environment: str) -> Any:
+    """What a program says that shares nothing with another but the cache directory."""
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # starts no processes for a few kernels
     result = run_python(program, **environment)
@@ -80,11 +87,23 @@ def run(
 
 
 @pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """The same, faster: with torch imported, and the hashes of strings that go with it."""
+    with forked() as run_program:
+
+        def run(cache: Path, program: str) -> Any:
+            said = run_program(program, TORCHINDUCTOR_CACHE_DIR=str(cache))
+            return json.loads(said.splitlines()[-1])
+
+        yield run
+
+
+@pytest.fixture(scope="module")
 def in_graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A cache directory, and what the process said that filled it: a region in the graph, and a
     backward with autocast off."""
     cache = tmp_path_factory.mktemp("in_graph")
-    return cache, run(cache, "smart_autocast", True)
+    return cache, from_the_start(cache, program("smart_autocast", True))
 
 
 @pytest.fixture
@@ -107,29 +126,29 @@ def test_a_second_process_hits_the_caches_and_is_right(
     in_graph: tuple[Path, dict[str, Any]],
 ) -> None:
     cache, cold = in_graph
-    assert_second_hits(cold, run(cache, "smart_autocast", True))
+    assert_second_hits(cold, from_the_start(cache, program("smart_autocast", True)))
 
 
 @pytest.mark.slow
-def test_a_second_process_under_ambient_autocast(unfilled: Path) -> None:
-    cold, warm = (run(unfilled, "smart_autocast", False) for _ in range(2))
+def test_a_second_process_under_ambient_autocast(unfilled: Path, run: Run) -> None:
+    cold, warm = (run(unfilled, program("smart_autocast", False)) for _ in range(2))
     assert_second_hits(cold, warm)
     # Another ambient dtype over the same caches is another entry, never the first one's.
-    other = run(unfilled, "smart_autocast", False, "float16")
+    other = run(unfilled, program("smart_autocast", False, "float16"))
     assert (other["hit"], other["miss"]) == (0, 1)
     assert other["dtype"] == "torch.float16"
 
 
 @pytest.mark.slow
 def test_a_second_process_follows_another_state_of_its_backward(
-    in_graph: tuple[Path, dict[str, Any]], unfilled: Path
+    in_graph: tuple[Path, dict[str, Any]], unfilled: Path, run: Run
 ) -> None:
     """A cache hit brings along the compiled backward of the first process, which ran it in another
     state: it must not serve this one."""
     first_off, off = in_graph
-    on = run(unfilled, "smart_autocast", True, backward_on=True)
-    then_on = run(first_off, "smart_autocast", True, backward_on=True)
-    then_off = run(unfilled, "smart_autocast", True)
+    on = run(unfilled, program("smart_autocast", True, backward_on=True))
+    then_on = run(first_off, program("smart_autocast", True, backward_on=True))
+    then_off = run(unfilled, program("smart_autocast", True))
     assert [r["hit"] for r in (off, on, then_on, then_off)] == [0, 0, 1, 1]
     assert [r["variants"] for r in (off, on, then_on, then_off)] == [0, 1, 1, 0]
     assert off["values"] == then_off["values"] != on["values"] == then_on["values"]
@@ -143,18 +162,19 @@ def test_a_package_does_not_lose_what_follows_the_state(unfilled: Path, tmp_path
     write = f"open({file!r}, 'wb').write(torch.compiler.save_cache_artifacts()[0])"
     load = f"torch.compiler.load_cache_artifacts(open({file!r}, 'rb').read())"
     packages = {"TORCH_CACHING_PRECOMPILE": "1"}
-    cold = run(unfilled, "smart_autocast", True, after=write, **packages)
-    warm = run(unfilled, "smart_autocast", True, backward_on=True, before=load, **packages)
+    first = program("smart_autocast", True, after=write)
+    second = program("smart_autocast", True, backward_on=True, before=load)
+    cold, warm = (from_the_start(unfilled, p, **packages) for p in (first, second))
     assert [(r["hit"], r["variants"]) for r in (cold, warm)] == [(0, 0), (1, 1)]
     assert warm["values"][0] == cold["values"][0]
     assert all(w != c for w, c in zip(warm["values"][1:-1], cold["values"][1:-1], strict=True))
 
 
 @pytest.mark.slow
-def test_stock_bypasses_its_cache_for_a_region_in_the_graph(unfilled: Path) -> None:
+def test_stock_bypasses_its_cache_for_a_region_in_the_graph(unfilled: Path, run: Run) -> None:
     """PyTorch #191106: enter and exit nodes are not cacheable on 2.13. If this fails, torch has
     learned to cache them, and the comparison in the docs must change."""
-    stock = run(unfilled, "inductor", in_graph=True)
+    stock = run(unfilled, program("inductor", in_graph=True))
     version = torch.torch_version.TorchVersion(torch.__version__)
     if "2.13" <= version < "2.14":  # 2.11 has no such bypass
         assert (stock["hit"], stock["miss"], stock["bypass"]) == (0, 0, 1)
@@ -199,13 +219,10 @@ print(json.dumps(ours == gradients(model)))
 
 
 @pytest.mark.slow
-def test_what_stock_left_in_the_caches_is_not_ours(unfilled: Path) -> None:
+def test_what_stock_left_in_the_caches_is_not_ours(unfilled: Path, run: Run) -> None:
     """AOTAutograd's key of a graph is the same, but stock's forward saves the result of a product
     that the backward has to compute under its own state."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(unfilled), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    result = run_python(AFTER_STOCK, **environment)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) is True
+    assert run(unfilled, AFTER_STOCK) is True
 
 
 BACKWARD_AFTER_STOCK = """
@@ -244,12 +261,9 @@ print(json.dumps({"hits": hits, "close": close}))
 
 
 @pytest.mark.slow
-def test_a_backward_that_stock_compiled_is_not_ours(unfilled: Path) -> None:
+def test_a_backward_that_stock_compiled_is_not_ours(unfilled: Path, run: Run) -> None:
     """Stock compiles it when it is called, here under autocast, and stores broken code."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(unfilled), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    result = run_python(BACKWARD_AFTER_STOCK, **environment)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == {"hits": 0, "close": True}
+    assert run(unfilled, BACKWARD_AFTER_STOCK) == {"hits": 0, "close": True}
 
 
 @pytest.fixture

@@ -128,11 +128,12 @@ def test_stock_computes_an_islands_backward_in_low_precision(name: str) -> None:
 
 
 class Archipelago(nn.Module):
-    """All islands side by side in one graph, but dropout: Inductor draws other random numbers."""
+    """Islands side by side in one graph: those whose backward Inductor has several kernels for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.islands = nn.ModuleDict({name: make(name) for name in ISLANDS if name != "dropout"})
+        names = ("layer_norm", "batch_norm", "attention", "gelu", "three_products")
+        self.islands = nn.ModuleDict({name: make(name) for name in names})
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [island(x) for island in self.islands.values()]

@@ -24,7 +24,7 @@ from autocast_backend.state import AutocastState
 from tests.conformance.programs import CALLS, Piece, Player, Program, Writer, make_inputs, programs
 from tests.support import TORCH, assert_same_bits, autocast_put_right
 
-IN_CI = 1200
+IN_CI = 600
 COMPILED_IN_CI = 40
 CHECKPOINTED_IN_CI = 25
 LITE_IN_CI = 12
