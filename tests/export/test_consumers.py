@@ -11,10 +11,16 @@ import torch._inductor
 from torch.export import ExportedProgram
 
 import autocast_backend.export
-from tests.export.models import CASES, Buffers, Case, DynamicShapes
+from tests.export.models import CASES, Branches, Buffers, Case, DynamicShapes, Transformer
 from tests.support import tensors
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+# Each takes seven seconds of a C++ compiler.
+packaged = pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.make in (Transformer, Branches, Buffers, DynamicShapes)],
+    ids=lambda c: c.name,
+)
 
 # Inductor and ONNX keep intermediate results in other precisions than eager ops: a few units in the
 # last place of the narrowest dtype of the program.
@@ -30,7 +36,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-@by_name
+@packaged
 def test_an_aotinductor_package(case: Case, tmp_path: Path) -> None:
     lowered = autocast_backend.export.lower(case.export())
     path = torch._inductor.aoti_compile_and_package(
