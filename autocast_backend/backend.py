@@ -30,7 +30,8 @@ from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
 from .graphs import check_graph_module, is_recorded, names_of, nodes_of
-from .lowering.lower import Context, lower
+from .lowering.context import Context
+from .lowering.lower import lower
 from .lowering.propagate import propagate
 from .lowering.separate import separate_bodies
 from .lowering.standalone import copy_graph

@@ -12,7 +12,7 @@ from torch import fx
 
 from . import backend
 from ._torch.dynamo import graph_breaks, reset, uncompiled
-from .lowering.lower import Context
+from .lowering.context import Context
 from .options import OptionTypeError, parse_options
 from .reports.page import to_html
 from .reports.rows import GraphReport, rows_of

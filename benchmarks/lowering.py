@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from autocast_backend.graphs import copy_graph
-from autocast_backend.lowering.lower import Context, lower
+from autocast_backend.lowering.context import Context
+from autocast_backend.lowering.lower import lower
 from autocast_backend.state import AutocastState
 from autocast_backend.validation import verdicts
 from benchmarks.harness import Row, compare, interleave

@@ -17,7 +17,8 @@ from packaging.version import Version
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocast_backend.lowering.lower import Context, lower
+from autocast_backend.lowering.context import Context
+from autocast_backend.lowering.lower import lower
 from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState, contexts_entered, put_right
 

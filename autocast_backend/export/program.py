@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.export import erase_tracepoints, with_graph
 from ..graphs import nodes_of
-from ..lowering.lower import Context
+from ..lowering.context import Context
 from ..lowering.standalone import lower_flat
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides

@@ -20,7 +20,6 @@ calls, which eager autocast does not change either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,45 +29,14 @@ from .._torch.dynamo import is_numpy_call
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.kernels import kernels_opened
 from ..graphs import names_of, nodes_of, recompile
-from ..policies.overrides import Overrides
-from ..regions import AMBIENT, Placement, is_region_node
-from ..reports.report import Report
-from ..state import AutocastState
+from ..regions import is_region_node
+from .context import Context
 from .other_dtypes import judge_other_dtypes
-from .planning import Candidate, Overridden, Plan, plan_graph
+from .planning import Candidate, Plan, plan_graph
 from .propagate import propagate
 from .proving import judge
 from .transforms import judge_transforms
 from .writing import Writer
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a pass needs to know besides the graph.
-
-    Attributes:
-        ambient: the autocast state around the compiled call.
-        validate: "dtype", "strict" or "off".
-        other_dtypes: whether each call is proved for other floating-point dtypes than it has, too.
-        overrides: the option `policies`.
-        overridden: the calls that it names; `propagate` finds them.
-        may_stay_eager: whether a graph may be left as it is, where eager autocast shares the cast
-            of a weight that a lowered graph could not share; `report.keepers` names the calls then.
-        report: filled in as the passes run.
-    """
-
-    ambient: AutocastState
-    validate: str = "strict"
-    other_dtypes: bool = False
-    overrides: Overrides = field(default_factory=Overrides)
-    overridden: dict[fx.Node, Overridden] = field(default_factory=dict)
-    may_stay_eager: bool = False
-    report: Report = field(default_factory=Report)
-
-    @property
-    def outside(self) -> Placement:
-        """Where the graph itself stands."""
-        return Placement(self.ambient, AMBIENT if self.ambient.enabled_devices else None)
 
 
 def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:

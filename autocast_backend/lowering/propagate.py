@@ -11,7 +11,7 @@ and on fake tensors float32 (_torch/kernels.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,13 +33,11 @@ from ..policies.paths import parse_name
 from ..regions import Placement, call_name, find_regions, is_region_node
 from . import recipes
 from .bodies import APART, STALE, Bodies
+from .context import Context
 from .nested_calls import NestedCalls
 from .overriding import Overrider
 from .passed_over import PassedOver
 from .planning import refusal
-
-if TYPE_CHECKING:
-    from .lower import Context
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -15,7 +15,8 @@ from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
 from ..regions import hops_to_regions, regions_to_hops
 from ..state import AutocastState
-from .lower import Context, lower
+from .context import Context
+from .lower import lower
 from .propagate import propagate
 from .separate import separate_bodies
 

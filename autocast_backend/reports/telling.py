@@ -9,7 +9,7 @@ from torch import fx
 
 from .. import _logging
 from .._torch.dynamo import counters
-from ..lowering.lower import Context
+from ..lowering.context import Context
 
 log = _logging.log
 

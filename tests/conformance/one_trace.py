@@ -13,7 +13,7 @@ from autocast_backend._torch.autocast import disable_autocast, enter_autocast
 from autocast_backend._torch.dynamo import lookup_backend
 from autocast_backend.backend import smart_autocast
 from autocast_backend.graphs import copy_graph, nodes_of
-from autocast_backend.lowering.lower import Context
+from autocast_backend.lowering.context import Context
 from autocast_backend.lowering.propagate import propagate
 from autocast_backend.state import AutocastState
 

@@ -20,7 +20,8 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.testing._internal.optests import aot_autograd_check
 
 from autocast_backend.graphs import copy_graph
-from autocast_backend.lowering.lower import Context, lower
+from autocast_backend.lowering.context import Context
+from autocast_backend.lowering.lower import lower
 from autocast_backend.state import AutocastState
 from tests.conformance.one_call import PINNED
 from tests.conformance.test_op_db import OPS
