@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -13,13 +14,22 @@ def next_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
+def grad_fn_of(tensor: torch.Tensor) -> Any:
+    """`tensor.grad_fn`; None for a view that was made without autograd and whose base was written
+    to with it: PyTorch raises for that, and for `is_leaf`, but reads it where autograd is off."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def has_own_formula(results: Iterable[torch.Tensor], first: int) -> bool:
     """Whether an `autograd.Function`, of Python or C++, is among the nodes behind some tensors.
 
     Args:
         first: the number from which on nodes count.
     """
-    nodes = [t.grad_fn for t in results]
+    nodes = [grad_fn_of(t) for t in results]
     seen = set()
     while nodes:
         node = nodes.pop()

@@ -128,8 +128,8 @@ def is_weight(tensor: torch.Tensor) -> bool:
     return (
         tensor.dtype is torch.float32
         and tensor.requires_grad
-        and tensor.is_leaf
         and not tensor._is_view()
+        and tensor.is_leaf
     )
 
 

@@ -31,6 +31,7 @@ from .._logging import log
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
+from .._torch.formulas import grad_fn_of
 from .._torch.kernels import has_rules_of_users
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched, overloads_of
 from .._torch.tensors import is_fake
@@ -267,7 +268,8 @@ def _describe_tensor(t: torch.Tensor) -> str:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) and not is_fake(t):
         return _by_address(t)
     strides = t.stride() if t.layout is torch.strided else ()
-    flags = (t.requires_grad, t.is_leaf, t._is_view(), t.is_conj(), t.is_neg(), t.is_inference())
+    leaf = grad_fn_of(t) is None
+    flags = (t.requires_grad, leaf, t._is_view(), t.is_conj(), t.is_neg(), t.is_inference())
     marks = "".join("01"[f] for f in flags)
     return (
         f"{type(t).__qualname__}({t.dtype},{t.device},{t.layout},"

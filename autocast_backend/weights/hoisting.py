@@ -37,6 +37,7 @@ from .._torch.dynamo import (
     runs_backward,
 )
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
+from .._torch.formulas import grad_fn_of
 from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_of_transform, storages_of
 from .._torch.writes import hidden_writes
@@ -322,8 +323,8 @@ def _terms(reader: fx.Node, weight: torch.Tensor) -> int:
     given = [value for n in reader.all_input_nodes for value in _tensors(n)]
     results = _tensors(reader) or given[:1]  # `x[:] = w` returns none
     written = set(map(id, results))
-    before = {value.grad_fn for value in given if id(value) not in written}
-    calls = [value.grad_fn for value in results]
+    before = {grad_fn_of(value) for value in given if id(value) not in written}
+    calls = [grad_fn_of(value) for value in results]
     seen: set[Any] = set()
     terms = 0
     while calls:

@@ -139,6 +139,16 @@ def reads_what_it_has_written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * x + y * x.sin()
 
 
+def writes_under_a_view_without_grad(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    with torch.no_grad():
+        view = y[:2]
+    y.mul_(w.sum())
+    with torch.no_grad():  # elsewhere PyTorch refuses to read it
+        products = view @ w, view.mul_(2).t() @ view
+    return mixed(y, w) + sum(p.sum() for p in products)
+
+
 CASES = {
     case.function.__name__: case
     for case in (
@@ -157,6 +167,7 @@ CASES = {
         Case(half_without_grad, without_grad),
         Case(writes_what_it_has_read, without_grad),
         Case(reads_what_it_has_written, without_grad),
+        Case(writes_under_a_view_without_grad, without_grad),
     )
 }
 
