@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.aot.harness import Case, Function, assert_like_the_oracle
+from tests.support import assert_same_bits
 
 
 def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -71,3 +72,20 @@ def inference_inside(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ..
 @pytest.mark.parametrize("way", ["ambient", "region"])
 def test_inference_mode_inside(way: str) -> None:
     assert_like_the_oracle(Case(inference_inside), way)
+
+
+@pytest.mark.parametrize("validate", ["strict", "dtype", "off"])
+def test_what_dynamo_takes_for_a_view_with_gradients(validate: str) -> None:
+    """What Dynamo has for `F.pad` of a parameter requires grad, also under `no_grad`. Of a view of
+    that PyTorch says no longer whether it is a leaf, once something has been written to it."""
+    weight, other = torch.nn.Parameter(torch.randn(3, 4)), torch.randn(4, 4)
+
+    def program(weight: torch.Tensor) -> torch.Tensor:
+        view = torch.nn.functional.pad(weight, [0, 0, 0, 1])[-1]
+        view += 1.0
+        return view @ other
+
+    options = {"inner": "aot_eager", "validate": validate}
+    compiled = torch.compile(program, backend="smart_autocast", options=options)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(compiled(weight), program(weight))
