@@ -37,7 +37,7 @@ def pytest_collection_finish() -> None:
     # The garbage collector need not look again and again at what torch has made when imported.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(100_000, 50, 1000)
     # For a line in its log, Dynamo times the guards of each compilation with the processor's caches
     # emptied.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
