@@ -142,11 +142,13 @@ def reads_what_it_has_written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def writes_under_a_view_without_grad(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x * 2
     with torch.no_grad():
-        view = y[:2]
+        view = y[:]
     y.mul_(w.sum())
     with torch.no_grad():  # elsewhere PyTorch refuses to read it
-        products = view @ w, view.mul_(2).t() @ view
-    return mixed(y, w) + sum(p.sum() for p in products)
+        product = view @ w
+        same = torch.nn.functional.dropout(view, training=False) + torch.einsum("ij->ij", view)
+        view.mul_(w)
+    return mixed(y, w) + product + same
 
 
 CASES = {
