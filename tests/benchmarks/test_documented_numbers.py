@@ -1,0 +1,258 @@
+"""The tables of benchmarks/README.md say what the files in benchmarks/results say.
+
+Numbers in running text are not read, but for one paragraph of docs/weights.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EPYC, XEON = "amd-epyc-avx512-2-cores", "intel-xeon-avx512-2-cores"
+
+Table = dict[str, dict[str, str]]
+"""The cells of a table by its rows and columns, as they are called in it."""
+Expected = Iterator[tuple[str, str, float]]
+"""Row, column, and the number that belongs there."""
+
+
+@functools.cache
+def tables() -> tuple[Table, ...]:
+    """Those of benchmarks/README.md. A row is called by its first cell, and by its second one, too,
+    where several begin alike."""
+    lines = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        if not re.fullmatch(r"\|( -+:? \|)+", line):
+            continue
+        columns, *rows = [_cells(lines[number - 1]), *_rows(lines[number + 1 :])]
+        names = [row[0] for row in rows]
+        named_by = 1 if len(set(names)) == len(names) else 2
+        found.append(
+            {", ".join(row[:named_by]): dict(zip(columns, row, strict=True)) for row in rows}
+        )
+    return tuple(found)
+
+
+def _rows(lines: list[str]) -> Iterator[list[str]]:
+    for line in lines:
+        if not line.startswith("|"):
+            return
+        yield _cells(line)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+
+
+def table_with(row: str, column: str) -> Table:
+    (table,) = (table for table in tables() if column in table.get(row, {}))
+    return table
+
+
+@functools.cache
+def sections(question: str, machine: str = EPYC) -> dict[str, Any]:
+    file = ROOT / "benchmarks" / "results" / machine / f"{question}.json"
+    return json.loads(file.read_text())["sections"]
+
+
+def rows(section: dict[str, Any], key: str = "rows") -> dict[str, Any]:
+    return {row["name"]: row for row in section[key]}
+
+
+def casts() -> Expected:
+    times = {
+        ".to": ".to",
+        "fresh": "multi_cast",
+        "out": "multi_cast out",
+        "foreach, out": "foreach out",
+        ".to, grad": ".to grad",
+        "fresh, grad": "multi_cast grad",
+    }
+    for name in table_with("1 x 1 KiB", "fresh x"):
+        section = sections("casts")[f"{name}, float32 to bfloat16"]
+        for column, candidate in times.items():
+            yield name, column, rows(section)[candidate]["p50"] * 1e6
+        yield name, "fresh x", 1 / rows(section)["multi_cast"]["ratio"]
+        yield name, "out x", 1 / rows(section)["multi_cast out"]["ratio"]
+        yield name, "copy", 100 / section["time_by_copy"]["multi_cast out"]
+
+
+def casts_on_the_xeon() -> Expected:
+    for column in table_with("fresh", "150 x 1 KiB")["fresh"]:
+        if not column:
+            continue
+        name = re.sub(r"^(?=\d+ .iB)", "1 x ", re.sub("^x", "150 x", column))
+        section = sections("casts", XEON)[f"{name}, float32 to bfloat16"]
+        yield "fresh", column, 1 / rows(section)["multi_cast"]["ratio"]
+        yield "out", column, 1 / rows(section)["multi_cast out"]["ratio"]
+
+
+def fused() -> Expected:
+    candidates = {
+        "cast_with_stats by a plain cast": ("stats", "cast_with_stats"),
+        "unscale_cast by .float() and unscaling": ("unscale", "unscale_cast"),
+        "stochastic rounding by nearest": ("stochastic", "stochastic"),
+        "* 2, relu, cast: compiled by one at a time": ("neighbours", "compiled"),
+    }
+    for row, (kind, candidate) in candidates.items():
+        for name, section in sections("fused").items():
+            if name.startswith(f"{kind}, "):
+                yield row, name.removeprefix(f"{kind}, "), rows(section)[candidate]["ratio"]
+
+
+def launch() -> Expected:
+    candidates = {
+        ".to": ".to",
+        "multi_cast": "multi_cast",
+        "multi_cast, out": "multi_cast out",
+        "_foreach_copy_": "foreach out",
+        ".to, gradients on": ".to grad",
+        "multi_cast, gradients on": "multi_cast grad",
+    }
+    for row, candidate in candidates.items():
+        for column in table_with(row, "148")[row]:
+            if not column:
+                continue
+            count = int(column.replace(",", ""))
+            section = sections("launch")[f"{count} tensors of 1024 bytes, host"]
+            yield row, column, rows(section)[candidate]["p50"] / count * 1e6
+
+
+def first_steps() -> Expected:
+    for row in table_with("mlp, ambient", "stock cold"):
+        cold, warm = (
+            sections("compile")[f"{phase} first step, {row}"] for phase in ("cold", "warm")
+        )
+        yield row, "stock cold", rows(cold)["stock"]["p50"]
+        yield row, "ours cold", rows(cold)["ours"]["p50"]
+        yield row, "cpu, cold", rows(cold, "cpu_rows")["ours"]["ratio"]
+        yield row, "stock warm", rows(warm)["stock"]["p50"]
+        yield row, "ours warm", rows(warm)["ours"]["p50"]
+        yield row, "ratio, warm", rows(warm)["ours"]["ratio"]
+        yield row, "cpu, warm", rows(warm, "cpu_rows")["ours"]["ratio"]
+
+
+def calls() -> Expected:
+    for row in table_with("aot_eager, inference", "ambient"):
+        inner, kind = row.split(", ")
+        for column in ("off", "region", "ambient"):
+            section = sections("compile")[f"call, {column}, {kind}, {inner}"]
+            yield row, column, rows(section)["ours"]["difference"] * 1e6
+
+
+def memory() -> Expected:
+    candidates = {
+        "eager autocast": "eager",
+        "stock": "stock",
+        "ours, scope": "ours, scope",
+        "ours, version (2 more are there before)": "ours, version",
+        "ours, off": "ours, off",
+    }
+    columns = {
+        "1 call": "1 calls in one context",
+        "4 calls in one context": "4 calls in one context",
+    }
+    for row, candidate in candidates.items():
+        for column, name in columns.items():
+            section = sections("memory")[name]
+            yield row, column, section["peak_bytes"][candidate] / section["parameters"]
+
+
+def decode() -> Expected:
+    candidates = {
+        "stock": "stock",
+        "eager autocast": "eager",
+        "limit: bfloat16 model": "limit",
+        "ours, scope": "ours, scope",
+        "ours, version": "ours, version",
+        "ours, off": "ours, off",
+    }
+    for row, candidate in candidates.items():
+        for column, speed in {
+            "one context": "speed",
+            "context per token": "speed, per token",
+        }.items():
+            measured = rows(sections("decode")[column])[candidate]
+            yield row, column, measured["p50"] * 1e3
+            yield row, speed, 1 / measured["ratio"]
+
+
+def threshold_by_calls() -> Expected:
+    for row, candidate in {"inside the graph": "inside", "outside": "outside"}.items():
+        for count in (1, 2, 3, 4):
+            section = sections("threshold")[f"{count} calls in a context"]
+            yield row, f"{count} call{'s' * (count > 1)}", rows(section)[candidate]["p50"] * 1e3
+
+
+def threshold_by_sizes() -> Expected:
+    for row, candidate in {"inside the graph": "inside", "outside": "outside"}.items():
+        for size in (1, 4, 8, 16, 32, 64, 256):
+            section = sections("threshold")[f"one call in a context, a cast of {size} MiB"]
+            yield row, f"{size} MiB", rows(section)[candidate]["p50"] * 1e3
+
+
+def training() -> Expected:
+    for row in table_with("each, 1", "casts: stock"):
+        context, count = row.split(", ")
+        section = sections("training")[f"{context} context, {count} micro-batches"]
+        yield row, "casts: stock", section["casts"]["stock"]
+        for name in ("control", "eager", "scope", "version", "off"):
+            candidate = name if name in section["casts"] else f"ours, {name}"
+            yield row, name, rows(section)[candidate]["ratio"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "row", "column"),
+    [
+        (casts, "1 x 1 KiB", "fresh x"),
+        (casts_on_the_xeon, "fresh", "150 x 1 KiB"),
+        (fused, "stochastic rounding by nearest", "1 MiB"),
+        (launch, ".to", "148"),
+        (first_steps, "mlp, ambient", "stock cold"),
+        (calls, "aot_eager, inference", "ambient"),
+        (memory, "stock", "1 call"),
+        (decode, "stock", "one context"),
+        (threshold_by_calls, "outside", "1 call"),
+        (threshold_by_sizes, "outside", "1 MiB"),
+        (training, "each, 1", "casts: stock"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_table_has_the_numbers_of_its_file(
+    expected: Callable[[], Expected], row: str, column: str
+) -> None:
+    table = table_with(row, column)
+    wrong = {
+        (name, heading): f"{table[name][heading]}, measured: {value:.6g}"
+        for name, heading, value in expected()
+        if not _says(table[name][heading], value)
+    }
+    assert not wrong
+
+
+def test_the_guide_to_weights_has_the_numbers_of_decode() -> None:
+    guide = (ROOT / "docs" / "weights.md").read_text()
+    (paragraph,) = re.findall(
+        r"^On two CPU cores a token .*?(?=\n\n)", guide, re.DOTALL | re.MULTILINE
+    )
+    expected = [
+        rows(sections("decode")[context])[candidate]["p50"] * 1e3
+        for context in ("one context", "context per token")
+        for candidate in ("stock", "ours, scope", "ours, version", "limit")
+    ]
+    for written, value in zip(re.findall(r"(\S+) ms", paragraph), expected, strict=True):
+        assert _says(written, value), f"{written} ms, measured: {value:.6g}"
+
+
+def _says(written: str, value: float) -> bool:
+    """Whether a number is a value, rounded to the digits that it has."""
+    text = written.replace(",", "").removesuffix("%").strip()
+    return abs(value - float(text)) <= 0.5 * 10 ** -len(text.partition(".")[2]) * (1 + 1e-6)
