@@ -53,22 +53,30 @@ class Measurement:
 
 
 def candidates(
-    cast_set: CastSet, dtype: torch.dtype, *, device: str, compiled: bool
+    cast_set: CastSet,
+    dtype: torch.dtype,
+    *,
+    device: str,
+    compiled: bool,
+    source: torch.dtype = torch.float32,
 ) -> dict[str, Callable[[], object]]:
-    """A function for each candidate, over tensors of its own."""
+    """A function for each candidate, over tensors of its own: of `source`, to cast to `dtype`."""
     generator = torch.Generator(device).manual_seed(0)
-    xs = [torch.randn(shape, generator=generator, device=device) for shape in cast_set.shapes]
+    xs = [
+        torch.randn(shape, generator=generator, device=device).to(source)
+        for shape in cast_set.shapes
+    ]
     with_grad = [x.detach().requires_grad_() for x in xs]
     out = [torch.empty_like(x, dtype=dtype) for x in xs]
-    size = total_bytes(cast_set, dtype) // 2
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    size = total_bytes(cast_set, dtype, source) // 2
+    original = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(original)
 
     def to(tensors: list[Tensor]) -> list[Tensor]:
         return [x.to(dtype) for x in tensors]
 
     found: dict[str, Callable[[], object]] = {
-        "copy": lambda: target.copy_(source),
+        "copy": lambda: target.copy_(original),
         ".to": lambda: to(xs),
         "control": lambda: to(xs),
         "multi_cast": lambda: multi_cast(xs, dtype),
@@ -87,9 +95,9 @@ def candidates(
     return found
 
 
-def total_bytes(cast_set: CastSet, dtype: torch.dtype) -> int:
-    """Read as float32 and written as `dtype`."""
-    return cast_set.elements * (4 + dtype.itemsize)
+def total_bytes(cast_set: CastSet, dtype: torch.dtype, source: torch.dtype = torch.float32) -> int:
+    """Read as `source` and written as `dtype`."""
+    return cast_set.elements * (source.itemsize + dtype.itemsize)
 
 
 def measure(
@@ -100,16 +108,18 @@ def measure(
     rounds: int,
     seed: int,
     compiled: bool = False,
+    source: torch.dtype = torch.float32,
 ) -> Measurement:
     """All candidates on one set, `rounds` rounds with the tensors in each of several places."""
     samples: dict[str, list[float]] = {}
     faults: dict[str, list[float]] = {}
-    places = PLACES if device == "cpu" and total_bytes(cast_set, dtype) < LARGE_BYTES else 1
+    size = total_bytes(cast_set, dtype, source)
+    places = PLACES if device == "cpu" and size < LARGE_BYTES else 1
     random_bytes = random.Random(seed)
     for place in range(places):
         # Kept while the candidates are sampled: the heap gives them other memory than last time.
         padding = [torch.empty(random_bytes.randrange(2**20)) for _ in range(place)]
-        functions = candidates(cast_set, dtype, device=device, compiled=compiled)
+        functions = candidates(cast_set, dtype, device=device, compiled=compiled, source=source)
         seconds, counts = sample_calls(functions, device=device, rounds=rounds, seed=seed + place)
         for name in functions:
             samples.setdefault(name, []).extend(seconds[name])
@@ -119,5 +129,5 @@ def measure(
         rows=compare(samples, baseline=".to"),
         to_copy=compare(samples, baseline="copy"),
         faults={name: percentile(counts, 50) for name, counts in faults.items()},
-        bytes=total_bytes(cast_set, dtype),
+        bytes=size,
     )

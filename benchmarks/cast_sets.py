@@ -71,7 +71,7 @@ def sizes_name(kib: int) -> str:
 
 
 def cast_sets(*, largest_kib: int, models: list[str]) -> list[CastSet]:
-    """All sets of float32 tensors, by their sizes in float32, single ones up to `largest_kib`."""
+    """All sets, by their sizes in float32, whatever is cast; single ones up to `largest_kib`."""
     single = [
         CastSet(name=f"1 x {sizes_name(kib)}", kind="single", shapes=((kib * 256,),))
         for kib in SINGLE_KIB

@@ -14,7 +14,12 @@ from benchmarks.cast_sets import MODELS, CastSet, cast_sets
 from benchmarks.harness import percentile, row_of
 from benchmarks.quiet import Moment, wait_until_quiet
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 COPY_SHARE, SMALL_SPEEDUP, MODEL_SPEEDUP = 0.90, 3.0, 1.15
 
 
@@ -25,27 +30,32 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--sets", nargs="+", help="only sets whose names contain one of these")
     parse.add_argument("--models", nargs="+", choices=MODELS, help="default: all that fit")
     parse.add_argument("--largest", type=int, help="of single tensors, in MiB (default 4096)")
-    parse.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parse.add_argument("--source", choices=DTYPES, default="float32", help="of what is cast")
+    parse.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="to cast to")
     parse.add_argument("--compiled", action="store_true", help="torch.compile as well: minutes")
     parse.add_argument("--rounds", type=int, help="default 20, half for large sets; quick: 6")
     parse.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parse.add_argument("--wait", type=float, default=0, help="for a quiet machine, seconds per set")
     parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
-    parse.add_argument("--out", type=Path, help="folder for casts.json (default: by machine)")
+    parse.add_argument("--out", type=Path, help="folder for the JSON (default: by machine)")
     return parse
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
-    flags = parser().parse_args(arguments)
+    parse = parser()
+    flags = parse.parse_args(arguments)
+    if flags.source == flags.dtype:
+        parse.error(f"--source and --dtype are both {flags.dtype}: expected two dtypes")
     flags.rounds = flags.rounds or (6 if flags.quick else 20)
     flags.largest = flags.largest or (64 if flags.quick else 4096)
     if flags.models is None:
         flags.models = [name for name in MODELS if flags.device == "cuda" or "1.3b" not in name]
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
-    answer = Answer.to("casts", flags)
+    pair = f"{flags.source}-to-{flags.dtype}"
+    answer = Answer.to("casts" if pair == "float32-to-bfloat16" else f"casts-{pair}", flags)
     for cast_set in cast_sets(largest_kib=flags.largest * 2**10, models=flags.models):
         if flags.sets is None or any(part in cast_set.name for part in flags.sets):
             _measure(cast_set, flags, answer)
@@ -56,8 +66,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> None:
-    dtype = DTYPES[flags.dtype]
-    large = total_bytes(cast_set, dtype) >= LARGE_BYTES
+    dtype, source = DTYPES[flags.dtype], DTYPES[flags.source]
+    large = total_bytes(cast_set, dtype, source) >= LARGE_BYTES
     wait_until_quiet(at_most=flags.wait)
     start = Moment.now()
     found = measure(
@@ -67,9 +77,10 @@ def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> No
         rounds=max(3, flags.rounds // 2) if large else flags.rounds,
         seed=flags.seed,
         compiled=flags.compiled,
+        source=source,
     )
     others = start.others_since()
-    title = f"{cast_set.name}, float32 to {flags.dtype}"
+    title = f"{cast_set.name}, {flags.source} to {flags.dtype}"
     shares = {row.name: row.ratio for row in found.to_copy}
     answer.add(
         title,

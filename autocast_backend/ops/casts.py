@@ -23,6 +23,16 @@ _METHODS = {
     torch.bfloat16: Tensor.bfloat16,
 }
 _FEW, _FEW_WITH_GRADIENTS = 3, 8
+# Elements of one tensor from which on a kernel of ours gains more than its call costs. On a CPU
+# without AVX-512 its loops are PyTorch's: there it gains beyond the caches, and where PyTorch casts
+# one element at a time.
+_MUCH = 2**20
+_MUCH_ALONE_ON_CPU = _MUCH if torch.backends.cpu.get_cpu_capability() == "AVX512" else 4 * _MUCH
+_ONE_BY_ONE = {
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.float16, torch.float64),
+}
 
 
 class CastStats(NamedTuple):
@@ -167,7 +177,7 @@ def multi_cast(
             ``seed``, ``offset`` or ``out`` do not go with it, or are beyond 64 bits.
         RuntimeError: a tensor is sparse, MKLDNN, quantized, complex, float4 or of a dtype without
             numbers (``uint4``, ``bits8``), or its memory was freed, as FSDP frees gathered weights
-            (a few small tensors, and those that require grad, are cast by ``Tensor.to``, which may
+            (``Tensor.to``, which casts tensors that require grad, and one or a few others, may
             crash then); tensors are on different devices; ``out`` does not fit, or shares memory
             with ``tensors`` or in itself; with ``out`` or stochastic rounding, a tensor requires
             grad while gradients are on, or has a tangent of forward-mode AD; with stochastic
@@ -190,7 +200,16 @@ def multi_cast(
             and offset == 0
             and not is_compiling()
         ):
-            if tensor.numel() < 2**20 or (tensor.requires_grad and torch.is_grad_enabled()):
+            count = tensor.numel()
+            if (
+                count < _MUCH
+                or (tensor.requires_grad and torch.is_grad_enabled())
+                or (
+                    count < _MUCH_ALONE_ON_CPU
+                    and tensor.is_cpu
+                    and (tensor.dtype, dtype) not in _ONE_BY_ONE
+                )
+            ):
                 return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]
             if may_skip_autograd():
                 return _below_autograd(tensors, dtype)
@@ -247,7 +266,7 @@ def _are_few(tensors: Sequence[Tensor]) -> bool:
             and tensor.is_cpu
             and tensor.dtype in _METHODS
             and (few or (grad and tensor.requires_grad))
-            and tensor.numel() < 2**20
+            and tensor.numel() < _MUCH
             and tensor.layout is torch.strided
             and not tensor.is_nested
         ):

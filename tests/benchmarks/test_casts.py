@@ -27,9 +27,16 @@ def test_single_sets_are_as_large_as_their_names():
     assert 4 * sets["150 x 16 KiB"].elements == 150 * 2**14
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_candidates_compute_the_same(dtype):
-    functions = cast_cost.candidates(TINY, dtype, device="cpu", compiled=False)
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float64),
+    ],
+)
+def test_candidates_compute_the_same(source, dtype):
+    functions = cast_cost.candidates(TINY, dtype, device="cpu", compiled=False, source=source)
     results = {name: function() for name, function in functions.items()}
     for name, tensors in results.items():
         if name != "copy":
@@ -37,7 +44,7 @@ def test_candidates_compute_the_same(dtype):
                 assert tensor.dtype == dtype
                 assert torch.equal(tensor, expected), name
     assert all(tensor.requires_grad for tensor in results["multi_cast grad"])
-    assert 2 * results["copy"].numel() == cast_cost.total_bytes(TINY, dtype)
+    assert 2 * results["copy"].numel() == cast_cost.total_bytes(TINY, dtype, source)
 
 
 def test_page_faults_are_counted_where_memory_is_new():
@@ -66,3 +73,14 @@ def test_answer_holds_rows_bytes_faults_and_verdicts(tmp_path, monkeypatch, caps
         "tiny: by .to, gradients on",
     ]
     assert "% of copy" in capsys.readouterr().out
+
+
+def test_other_dtypes_have_a_file_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(casts, "cast_sets", lambda **_: [TINY])
+    arguments = ["--quick", "--rounds", "1", "--out", str(tmp_path), "--source", "bfloat16"]
+    assert casts.main([*arguments, "--dtype", "float32"]) == 0
+    answer = json.loads((tmp_path / "casts-bfloat16-to-float32.json").read_text())
+    assert answer["sections"]["tiny, bfloat16 to float32"]["bytes"] == 23 * 6
+    with pytest.raises(SystemExit):
+        casts.main(arguments)
+    assert "expected two dtypes" in capsys.readouterr().err

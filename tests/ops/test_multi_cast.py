@@ -245,8 +245,23 @@ def test_few_tensors_are_cast_one_by_one(count: int) -> None:
     assert called.count == 2
 
 
-def test_one_large_tensor_is_one_call_below_autograd() -> None:
+@pytest.mark.parametrize("much", [2**20, 2**22])
+def test_one_tensor_in_the_caches_is_cast_by_pytorch_without_avx512(
+    much: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autocast_backend.ops.casts._MUCH_ALONE_ON_CPU", much)
     tensor = sample(f32, 1024, 1024).t()
+    with Called() as called:
+        assert_all_same(multi_cast([tensor], bf16), expected([tensor], bf16))
+    assert called.count == (much == 2**20)
+    low = tensor.to(bf16)
+    with Called() as called:  # PyTorch has no vectors for these two
+        assert_all_same(multi_cast([low], f16), expected([low], f16))
+    assert called.count == 1
+
+
+def test_one_large_tensor_is_one_call_below_autograd() -> None:
+    tensor = sample(f32, 2048, 2048).t()
     with Called() as called:
         assert_all_same(multi_cast([tensor], bf16), expected([tensor], bf16))
         weight = tensor.clone().requires_grad_()

@@ -7,7 +7,8 @@
 //   store<From>(To*, Register)         unaligned; From only says what becomes of a NaN
 //   stream<From>(To*, Register)        the same around the caches; `To*` aligned to the whole store
 //   fence()                            makes what was streamed visible to other threads
-//   prefetch(const void*)              a line of the cache that will be loaded; any address
+//   prefetch(const void*)              a line of the cache that will be loaded; any address. Empty
+//                                      where that does not pay
 //
 // Everything stays in an unnamed namespace: a function shared with another file could be the copy
 // that was compiled for an instruction set which the CPU lacks.
@@ -31,7 +32,7 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 constexpr int kCacheLine = 64;
-// How far ahead of a load its line is asked for. Without it, 4 MiB took 16 % longer (Zen 5).
+// How far ahead of a load its line is asked for. Without it, 4 MiB took 16 % longer (Zen 5, AVX-512).
 constexpr int kPrefetchBytes = 2048;
 
 // ATen's vectorized casts to bfloat16 make 0xffff of every NaN, its scalar ones 0x7fc0. Which of

@@ -66,20 +66,24 @@ struct alignas(64) Share {
 // Calls work(run, stretch) until all of `runs` are done; each of them is, or begins with, a Run.
 template <typename AnyRun, typename Work>
 void share_out(std::vector<AnyRun>& runs, const Work& work) {
-  int64_t blocks = 0, bytes = 0;
+  int64_t blocks = 0, bytes = 0, read = 0;
   for (AnyRun& run : runs) {
     run.first_block = blocks;
     blocks += (run.count + kBlock - 1) / kBlock;
     bytes += run.count * (run.to_size + run.from_size);
-  }
-  // From here on results would push each other out of the cache.
-  const int64_t most = last_level_cache_bytes() / 3 * 2;
-  if (bytes > std::min(most, kManyBytes)) {
-    choose_stores(runs, /*around=*/bytes > most);
+    read += run.count * run.from_size;
   }
   const int64_t pieces = (blocks + kPiece - 1) / kPiece;
   const int64_t workers =
       std::clamp<int64_t>(pieces / 2, 1, std::max<int64_t>(1, torch::stable::get_num_threads()));
+  // From here on results would push each other out of the cache, and what is read as well. Several
+  // threads do not store around it faster than one, but read faster: where most is written, plain
+  // stores pay for longer.
+  const int64_t cache = last_level_cache_bytes(), most = cache / 3 * 2;
+  if (bytes > std::min(most, kManyBytes)) {
+    const bool much_read = workers == 1 || read > cache / 9 * 4;
+    choose_stores(runs, /*around=*/bytes > most && (much_read || bytes > kManyBytes));
+  }
   // Each has the same share at every call, for what is left of it in its core's caches. But a
   // thread that touches new memory is many times slower there, and others may be using its core:
   // whoever is done takes pieces of the next one's share.
