@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="python -m benchmarks casts", description=__doc__)
     parse.add_argument("--quick", action="store_true", help="up to 64 MiB, few rounds: a minute")
     parse.add_argument("--sets", nargs="+", help="only sets whose names contain one of these")
-    parse.add_argument("--models", nargs="+", choices=MODELS, help="default: all that fit")
+    parse.add_argument("--models", nargs="*", choices=MODELS, help="default: all that fit")
     parse.add_argument("--largest", type=int, help="of single tensors, in MiB (default 4096)")
     parse.add_argument("--source", choices=DTYPES, default="float32", help="of what is cast")
     parse.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="to cast to")
