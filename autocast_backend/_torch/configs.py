@@ -68,7 +68,22 @@ def made_with() -> str:
     return f"{torch.__version__} {torch.version.git_version} {source.hexdigest()} {processor}"
 
 
+def _constant_floats() -> set[str]:
+    """Python numbers that Dynamo has made constants of a graph with dynamic sizes. It forgets them
+    with the next function that it analyses anew, and AOTAutograd asks for them each time."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    return TensorifyState.force_specializations.copy()
+
+
+def _set_constant_floats(names: set[str]) -> None:
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    TensorifyState.force_specializations = names.copy()
+
+
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (_constant_floats, _set_constant_floats),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
@@ -83,9 +98,9 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 
 
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The compilers' configuration of this moment, and the switches that choose what an op is made
-    of, to be entered again later: patches and `sdpa_kernel` are local to a `with` block, patches to
-    a thread as well, and a backward may run outside of both."""
+    """The compilers' configuration of this moment, and what else decides about a graph, to be
+    entered again later: patches and `sdpa_kernel` are local to a `with` block, patches to a thread
+    as well, and a backward may run outside of both."""
     from torch._functorch import config as functorch
 
     modules = [functorch, sys.modules.get("torch._inductor.config")]

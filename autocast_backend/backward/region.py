@@ -283,7 +283,7 @@ class Backward:
             try:
                 self._joints[key] = self._region.trace(key)
             except dynamo_error() as error:  # the dtypes in a body of `while_loop` do not fit, say
-                reason, *_ = str(error).splitlines()
+                reason, *_ = [*str(error).splitlines(), type(error).__name__]
                 raise self._cannot_follow(key, reason.rstrip(".: ")) from error
             self._calls[key] = calls_of(self._joints[key].graph_module)
         return self._calls[key]

@@ -133,3 +133,35 @@ def test_an_op_whose_kernel_takes_no_symbols(function: Any, option: str) -> None
     with autocast(True):
         expected = function(x, weight)
     assert_same_bits(compiled(x, weight), expected)
+
+
+class Norms(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.a(x), self.norm(x)], -1)
+
+
+def breaks(x: torch.Tensor) -> torch.Tensor:
+    x = x * 2
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+def test_a_float_that_became_a_constant_stays_one() -> None:
+    """The epsilon of a norm does, and Dynamo forgets that where it analyses another function twice,
+    as it does for a graph break."""
+
+    def step(compile: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, last = Norms(), breaks
+        if compile:
+            model.compile(dynamic=True, **AOT_EAGER)
+            last = torch.compile(last, dynamic=True, **AOT_EAGER)
+        x = torch.randn(5, 8)
+        with autocast(True):
+            with torch.no_grad():  # compiled again with its casts outside, at the second call
+                evaluated = [last(model(x)), model(x)]
+            loss_of(last(model(x))).backward()  # a variant
+        return [*evaluated, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert_same_bits(step(compile=True), step(compile=False))
