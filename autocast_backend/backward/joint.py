@@ -324,10 +324,14 @@ def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None
         m = mm(p, p)               needs no tangent: a partitioner may compute it in the forward
         gx = mm(tangents_1, m)     and save m - float32, where a variant needs m in bfloat16
 
-    What depends on a tangent is there anyway.
+    What depends on a tangent is there anyway. What the backward makes of forward values for such an
+    op is computed there as well: were a view of `primals_1` saved, there would be none of it in
+    another dtype.
     """
-    for node in joint.graph.nodes:
-        if node.meta.get("partitioner_tag") == "is_backward" and autocast_acts_on(
-            node, device_types
+    kept: set[fx.Node] = set()
+    for node in reversed(joint.graph.nodes):
+        if node.meta.get("partitioner_tag") == "is_backward" and (
+            not kept.isdisjoint(node.users) or autocast_acts_on(node, device_types)
         ):
             node.meta["partitioner_tag"] = "must_be_in_backward"
+            kept.add(node)

@@ -71,6 +71,22 @@ class ReadsItsResult(torch.autograd.Function):
         return (grad.float() @ w.t()).to(x.dtype), (x.t() @ result.to(x.dtype)).to(w.dtype)
 
 
+class ReadsInThreeDimensions(torch.autograd.Function):
+    """A product of the backward that needs no gradient, of a view that it makes: autocast casts
+    before that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return (x @ w).sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w = ctx.saved_tensors
+        grad = (x @ w).cos() * grad
+        return (grad @ w.t()).to(x.dtype), (x.flatten(0, 1).t() @ grad.flatten(0, 1)).to(w.dtype)
+
+
 class DrawsBackwards(Product):
     """Random numbers that are drawn in the backward."""
 
@@ -102,6 +118,10 @@ def reads_its_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return ReadsItsResult.apply(x, w) @ w
 
 
+def reads_in_three_dimensions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ReadsInThreeDimensions.apply(x.sin().unflatten(0, (2, -1)), w) @ w
+
+
 def draws_backwards(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return DrawsBackwards.apply(x, w) @ w
 
@@ -112,6 +132,7 @@ FUNCTIONS = {
         computes_in_float32,
         computes_as_in_forward,
         reads_its_result,
+        reads_in_three_dimensions,
         draws_backwards,
     )
 }
