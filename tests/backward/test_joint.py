@@ -195,4 +195,4 @@ def test_what_a_state_could_change_is_computed_in_the_backward() -> None:
     keep_in_backward(joint, ["cpu"])
     tags = {n.name: n.meta.get("partitioner_tag") for n in joint.graph.nodes}
     assert tags["mm_1"] == "must_be_in_backward"
-    assert (tags["mm"], tags["tanh_backward"]) == (None, "is_backward")
+    assert (tags["mm"], tags["tanh_backward"]) == (None, "must_be_in_backward")
