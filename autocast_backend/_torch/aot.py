@@ -213,12 +213,18 @@ def in_function_mode() -> bool:
 @contextlib.contextmanager
 def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
     """The contexts a compiler needs outside of Dynamo's compilation, for fake inputs."""
-    from torch._dynamo.utils import get_metrics_context
+    from torch._dynamo.utils import (
+        get_metrics_context,
+        maybe_disable_inference_mode,
+        maybe_disable_inference_mode_for_fake_prop,
+    )
     from torch._guards import TracingContext, tracing
 
     with (
         compile_session(),
         outside_of_modes(),
+        maybe_disable_inference_mode(),  # in it, AOTAutograd traces no cast inside of composite ops
+        maybe_disable_inference_mode_for_fake_prop(),
         tracing(TracingContext(fake_mode_of(inputs))),
         get_metrics_context(),
         timed("compile_again"),  # AOTAutogradCache loads nothing outside of such a block

@@ -144,6 +144,21 @@ def test_buffers_are_weights_where_nothing_writes_to_them() -> None:
             assert casts_made(lambda c=compiled: c(data(3, 8))) == casts  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.RNNCell, nn.LSTMCell])
+def test_the_second_compilation_casts_what_the_first_does(
+    cell: Callable[..., nn.Module], mode: Callable[[], Any]
+) -> None:
+    """Of a call that stays under autocast: no `torch.inference_mode` around the compiler, which then
+    traces no cast inside of composite ops."""
+    model = make(lambda: cell(8, 8))
+    compiled = torch.compile(model, **ours())
+    with mode(), bf16():
+        for _ in range(3):
+            assert_same_bits(compiled(data(3, 8)), model(data(3, 8)))
+    assert weight_cache_info().hits > 0
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_are_weights_where_nothing_writes_to_them(training: bool) -> None:
     """Batch norm writes to them without counting that."""
