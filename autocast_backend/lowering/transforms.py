@@ -80,10 +80,17 @@ def _judge(
             return difference(eager, eager, "ops"), {}
         reason = difference(eager, watch(None, found=found), "ops")
         given = _weights_cast(span, eager, found) if cached else {}
-        # It stays under autocast. May it at least read the casts that other calls read?
-        if reason and given and difference(eager, watch(here, given=given), "ops"):
-            return reason, None
-        return reason, given
+        if reason:
+            # It stays under autocast. May it at least read the casts that other calls read?
+            if given and difference(eager, watch(here, given=given), "ops"):
+                return reason, None
+            return reason, given
+        # A weight that the transform slices is cast whole: before the call that slices it.
+        sliced = {n: given[n] for n in given if n not in found}
+        if sliced and (why := difference(eager, watch(None, found={}, given=sliced), "ops")):
+            return why, None
+        found |= {n: _casts_of_weights(n, here, sliced[n]) for n in sliced}
+        return None, given
 
 
 def _spans(candidates: list[Candidate]) -> Iterator[list[Candidate]]:
@@ -171,11 +178,14 @@ def _run(
             if here.cache_enabled and len(leaves) > len(set(leaves)):
                 raise _CachedInside("eager's cache shares the cast of a leaf of the transform")
         if given and c.node in given:
-            casts = [(i, Policy.LOWER_PRECISION_FP) for i in given[c.node]]
-            recipe = recipes.of_casts(c.node, here, casts)
+            recipe = _casts_of_weights(c.node, here, given[c.node])
         with torch.set_grad_enabled(c.grad):
             values[c.node] = recipes.run(
                 *recipes.apply(recipe or Recipe(), c.node, lambda _, n: value(n), recipes.run)
             )
     inside = {c.node for c in span}
     return [values[n] for n in values if n.users.keys() - inside]
+
+
+def _casts_of_weights(node: fx.Node, here: AutocastState, arguments: tuple[int, ...]) -> Recipe:
+    return recipes.of_casts(node, here, [(i, Policy.LOWER_PRECISION_FP) for i in arguments])

@@ -105,6 +105,46 @@ def test_a_span_is_proved_without_validation_too() -> None:
     assert_same_bits(gradient(compiled), gradient(function))
 
 
+def dot(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sum()
+
+
+def over_weights(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda v, u: (v @ u).tanh())(x, w)
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (over_weights, 3),
+        (lambda x, w: over_weights(over_weights(x, w), w), 1),
+        (lambda x, w: over_weights(x, w) + (x.cos() @ w), 1),
+        (lambda x, w: (x.cos() @ w) + over_weights(x, w).sin(), 1),
+        (lambda x, w: torch.func.vmap(over_weights)(x[None], w[None]) + (x @ w), 1),
+        (lambda x, w: over_weights(x, w.transpose(0, 1)) + over_weights(x, w), 1),
+        (lambda x, w: over_weights(x, w) * w.sum(), 1),
+        (lambda x, w: torch.func.vmap(lambda v, u: v @ u + u.mm(v) * u)(x, w) + x @ w, 1),
+        (lambda x, w: torch.func.vmap(torch.func.grad(dot))(x, w) + x @ w, 1),
+    ],
+)
+def test_weights_that_a_transform_slices(function: Function, calls: int) -> None:
+    """Eager's cache has the cast of the whole one, below the transform."""
+
+    def gradients(function: Function) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(4, 4, 4, generator=generator) for _ in range(2))
+        w.requires_grad_()
+        outputs = under(lambda: [function(x + i, w) for i in range(calls)])()
+        sum(y.float().square().sum() for y in outputs).backward()
+        return tensors([outputs, w.grad])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend="smart_autocast", options={"inner": "aot_eager"}, dynamic=False
+    )
+    assert_same_bits(gradients(compiled), gradients(function))
+
+
 def test_a_lowered_span_serves_other_dtypes() -> None:
     region = under(lambda x: mapped(x, torch.eye(8)))
     x = torch.randn(3, 8, 8)
