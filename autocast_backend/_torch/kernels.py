@@ -130,9 +130,18 @@ def _openable() -> tuple[tuple[OpOverload, str, Body], ...]:
 
 
 def _run_kernel(op: OpOverload, key: str, *args: Any, **kwargs: Any) -> Any:
-    # Kernels loop over sizes, so they take numbers.
+    # Kernels loop over sizes, so they take numbers; those of a device, of the tensors, too.
     args, kwargs = pytree.tree_map_only(torch.SymInt, int, (args, kwargs))
+    if key not in _COMPOSITE:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _with_numbers, (args, kwargs))
     return op._op_dk(torch._C._dispatch_key_parse(key), *args, **kwargs)
+
+
+def _with_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without symbols for its sizes: a graph with it serves these sizes alone."""
+    if not tensor._has_symbolic_sizes_strides:
+        return tensor
+    return tensor.as_strided([int(n) for n in tensor.shape], [int(n) for n in tensor.stride()])
 
 
 def _triton_ops() -> Iterator[tuple[OpOverload, str, Body]]:

@@ -135,6 +135,20 @@ def test_an_op_whose_kernel_takes_no_symbols(function: Any, option: str) -> None
     assert_same_bits(compiled(x, weight), expected)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_opened_kernel_that_takes_no_symbols(masked: bool) -> None:
+    """The fast path of a transformer layer: each size has a graph of its own."""
+    torch._dynamo.reset()
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    compiled = torch.compile(layer, dynamic=True, **AOT_EAGER)
+    with torch.no_grad(), autocast(True):
+        for size in SIZES:
+            x = torch.randn(size, 4, 8)
+            mask = torch.arange(4).expand(size, 4) > 2 if masked else None
+            expected = layer(x, src_key_padding_mask=mask)
+            assert_same_bits(compiled(x, src_key_padding_mask=mask), expected, f"{size} rows")
+
+
 class Norms(Mixed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.a(x), self.norm(x)], -1)
