@@ -17,6 +17,7 @@ from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
     counters,
     graph_break_errors,
+    inference_mode_as_no_grad,
     is_nested_region,
     keep_out_of_packages,
     lookup_backend,
@@ -127,6 +128,8 @@ def _compile(
         graph_module = lower(graph_module, context)
     if report.keepers:
         return _left_eager(graph_module, context)
+    if report.bracketed:
+        inference_mode_as_no_grad(graph_module, torch.is_grad_enabled())
     with report.timed("weights"):
         plan = WeightPlan(
             graph_module,

@@ -211,20 +211,28 @@ def in_function_mode() -> bool:
 
 
 @contextlib.contextmanager
-def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
-    """The contexts a compiler needs outside of Dynamo's compilation, for fake inputs."""
+def outside_of_inference_mode() -> Iterator[None]:
+    """As Dynamo compiles: in inference mode, composite ops come whole to those who look below
+    autograd, who then see none of the casts inside of them. Autograd stays off."""
     from torch._dynamo.utils import (
-        get_metrics_context,
         maybe_disable_inference_mode,
         maybe_disable_inference_mode_for_fake_prop,
     )
+
+    with maybe_disable_inference_mode(), maybe_disable_inference_mode_for_fake_prop():
+        yield
+
+
+@contextlib.contextmanager
+def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
+    """The contexts a compiler needs outside of Dynamo's compilation, for fake inputs."""
+    from torch._dynamo.utils import get_metrics_context
     from torch._guards import TracingContext, tracing
 
     with (
         compile_session(),
         outside_of_modes(),
-        maybe_disable_inference_mode(),  # in it, AOTAutograd traces no cast inside of composite ops
-        maybe_disable_inference_mode_for_fake_prop(),
+        outside_of_inference_mode(),
         tracing(TracingContext(fake_mode_of(inputs))),
         get_metrics_context(),
         timed("compile_again"),  # AOTAutogradCache loads nothing outside of such a block

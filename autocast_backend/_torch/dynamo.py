@@ -310,6 +310,26 @@ class GradMode:
         return True
 
 
+def inference_mode_as_no_grad(graph_module: fx.GraphModule, grad: bool) -> None:
+    """Have a graph switch autograd off where it enters inference mode, in which AOTAutograd traces
+    no cast inside of composite ops. What it returns is no inference tensor in either case.
+
+    Args:
+        grad: whether autograd is on around the graph.
+    """
+    graph, mode = graph_module.graph, GradMode(grad)
+    changed: list[fx.Node] = []
+    for node in graph.nodes:
+        if mode.follow(node) and node.target is not torch._C._set_grad_enabled:
+            with graph.inserting_before(node):
+                graph.call_function(torch._C._set_grad_enabled, (mode.grad,))
+            changed.append(node)
+    for node in reversed(changed):
+        graph.erase_node(node)
+    if changed:
+        graph_module.recompile()
+
+
 def gives_data_attribute(target: Any) -> bool:
     """Whether a node reads `tensor.data`, which Dynamo writes as a call of this function."""
     return target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch.aot import outside_of_inference_mode
 from .._torch.autocast import wrap_with_autocast
 from ..graphs import check_graph_module, nodes_of
 from ..graphs import copy_graph as copy_graph
@@ -73,10 +74,11 @@ def lower_flat(
     for node in nodes_of(graph_module):
         if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
-    separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
-    if context.overrides or not propagated:
-        propagate(graph_module, context)
-    lower(graph_module, context)
+    with outside_of_inference_mode():
+        separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
+        if context.overrides or not propagated:
+            propagate(graph_module, context)
+        lower(graph_module, context)
     for node in nodes_of(graph_module):
         if traced and "example_value" in node.meta:
             node.meta["val"] = node.meta.pop("example_value")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from tests.aot.harness import Case, Function, assert_like_the_oracle
-from tests.support import assert_same_bits
+from tests.aot.harness import AOT_EAGER, Case, Function, assert_like_the_oracle
+from tests.support import BF16, assert_same_bits
 
 
 def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -89,3 +90,33 @@ def test_what_dynamo_takes_for_a_view_with_gradients(validate: str) -> None:
     compiled = torch.compile(program, backend="smart_autocast", options=options)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(compiled(weight), program(weight))
+
+
+@pytest.mark.parametrize("autograd", [True, False])
+def test_composites_in_inference_mode_inside(autograd: bool) -> None:
+    """What stays under autocast is cast inside of composite ops."""
+    cell, layer = nn.GRUCell(4, 4), nn.Linear(4, 4)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = layer(x)
+        with torch.inference_mode():
+            inside = cell(x, x * 2)
+            with torch.inference_mode(False):
+                again = layer(x.sin())
+            inside = inside + layer(x).float()
+        return y, again, inside
+
+    def results(function: Function) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 12).view(3, 4)
+        with torch.autocast(**BF16), torch.set_grad_enabled(autograd):
+            y, again, inside = function(x)
+        if autograd:
+            layer.zero_grad()
+            (y.float().square().sum() + again.float().sum()).backward()
+            return [y, again, inside, layer.weight.grad, layer.bias.grad]
+        return [y, again, inside]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, **AOT_EAGER)
+    for _ in range(2):
+        assert_same_bits(results(compiled), results(function))

@@ -273,6 +273,20 @@ def test_a_composite_that_hides_a_policy() -> None:
         assert dtypes(module(lowered)(X.to(given))) == [expected]
 
 
+def test_lowered_in_inference_mode() -> None:
+    """There, who looks below autograd sees composite ops whole, and none of the casts inside."""
+
+    def function(region: Region, x: Tensor, y: Tensor, *weights: Tensor) -> Any:
+        with region():
+            return torch.gru_cell(x, y, *weights)
+
+    inputs = [torch.randn(3, 7) for _ in range(2)] + [torch.randn(21, 7) for _ in range(2)]
+    program = export(function, *inputs)
+    with torch.inference_mode():
+        lowered = lower(program)
+    assert_same_bits(lowered.module()(*inputs), program.module()(*inputs))
+
+
 def test_what_holds_for_one_dtype_only_stays_under_autocast() -> None:
     """`hstack` promotes inside: nothing to do for float32 alone, and no cast of single arguments
     does it for mixed dtypes. The call is kept, with its reason, and right for all dtypes."""
