@@ -32,7 +32,7 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 constexpr int kCacheLine = 64;
-// How far ahead of a load its line is asked for. Without it, 4 MiB took 16 % longer (Zen 5, AVX-512).
+// How far ahead of a load its line is asked for. Without it, 4 MiB took 16 % longer (Zen 5).
 constexpr int kPrefetchBytes = 2048;
 
 // ATen's vectorized casts to bfloat16 make 0xffff of every NaN, its scalar ones 0x7fc0. Which of
