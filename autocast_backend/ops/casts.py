@@ -24,11 +24,11 @@ _METHODS = {
 }
 _FEW, _FEW_WITH_GRADIENTS = 3, 8
 # Elements of one tensor from which on a kernel of ours gains more than its call costs. On a CPU
-# without AVX-512 its loops are PyTorch's: there it gains beyond the caches, and where PyTorch casts
-# one element at a time.
+# without AVX-512 its loops are as fast as PyTorch's: there it gains beyond the caches, and for some
+# dtypes.
 _MUCH = 2**20
 _MUCH_ALONE_ON_CPU = _MUCH if torch.backends.cpu.get_cpu_capability() == "AVX512" else 4 * _MUCH
-_ONE_BY_ONE = {
+_SLOW_BY_PYTORCH = {
     (torch.bfloat16, torch.float16),
     (torch.float16, torch.bfloat16),
     (torch.float16, torch.float64),
@@ -207,7 +207,7 @@ def multi_cast(
                 or (
                     count < _MUCH_ALONE_ON_CPU
                     and tensor.is_cpu
-                    and (tensor.dtype, dtype) not in _ONE_BY_ONE
+                    and (tensor.dtype, dtype) not in _SLOW_BY_PYTORCH
                 )
             ):
                 return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]

@@ -149,8 +149,8 @@ def test_buffers_are_weights_where_nothing_writes_to_them() -> None:
 def test_the_second_compilation_casts_what_the_first_does(
     cell: Callable[..., nn.Module], mode: Callable[[], Any]
 ) -> None:
-    """Of a call that stays under autocast: in inference mode, the compiler
-    would trace no cast inside of composite ops."""
+    """Of a call that stays under autocast. In inference mode, a compiler traces no cast inside of
+    composite ops."""
     model = make(lambda: cell(8, 8))
     compiled = torch.compile(model, **ours())
     with mode(), bf16():
