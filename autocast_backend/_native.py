@@ -70,6 +70,8 @@ class KernelTier:
     """What the native library was built with: torch, python, compiler, cuda_architectures."""
     cpu_capability: str | None = None
     """The instruction set that native CPU kernels use here: AVX512, AVX2 or DEFAULT."""
+    cpu_vendor: str | None = None
+    """Who made this CPU: amd, intel or other."""
     cuda_library: Path | None = None
     """The CUDA library that was loaded."""
     cuda_reason: str = "it comes with the native library"
@@ -122,6 +124,7 @@ def load() -> KernelTier:
             library=library,
             build_info=module.build_info(),
             cpu_capability=module.cpu_capability(),
+            cpu_vendor=module.cpu_vendor(),
             cuda_library=cuda_library,
             cuda_reason=cuda_reason,
         )

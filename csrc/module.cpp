@@ -35,6 +35,20 @@ std::string cpu_capability() {
   return "DEFAULT";
 }
 
+// What its caches are like shows in what a call costs, whatever the instruction set.
+std::string cpu_vendor() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_is("amd")) {
+    return "amd";
+  }
+  if (__builtin_cpu_is("intel")) {
+    return "intel";
+  }
+#endif
+  return "other";
+}
+
 pybind11::dict build_info() {
   pybind11::dict info;
   info["torch"] = SMART_AUTOCAST_TORCH_VERSION;
@@ -53,4 +67,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_capability", &cpu_capability,
         "The instruction set that the CPU kernels use: 'AVX512', 'AVX2' or 'DEFAULT', the widest "
         "that this CPU has and ATEN_CPU_CAPABILITY allows.");
+  m.def("cpu_vendor", &cpu_vendor, "Who made this CPU: 'amd', 'intel' or 'other'.");
 }

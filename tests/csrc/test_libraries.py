@@ -80,6 +80,16 @@ def test_cpu_capability_is_the_one_that_aten_sees() -> None:
 
 
 @native
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux writes down who made a CPU")
+def test_cpu_vendor_is_the_one_that_linux_sees() -> None:
+    from autocast_backend import _C
+
+    found = re.search(r"^vendor_id\s*: (\w+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    names = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
+    assert _C.cpu_vendor() == names.get(found[1] if found else "", "other")
+
+
+@native
 def test_cuda_library_is_loaded_exactly_where_torch_has_cuda() -> None:
     built = (FOLDER / CUDA_LIBRARY).exists()
     expected = built and torch.version.cuda is not None

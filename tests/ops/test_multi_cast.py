@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocast_backend import multi_cast
-from autocast_backend.ops import KERNEL_TIER
+from autocast_backend.ops import KERNEL_TIER, casts
 from tests.ops.smart_cast_suite import DTYPES, FLOATS_WITH_GRAD, assert_same, sample
 
 op = torch.ops.smart_autocast.multi_cast.default
@@ -245,11 +245,20 @@ def test_few_tensors_are_cast_one_by_one(count: int) -> None:
     assert called.count == 2
 
 
-@pytest.mark.parametrize("much", [2**20, 2**22])
-def test_one_tensor_in_the_caches_is_cast_by_pytorch_without_avx512(
-    much: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "vendor", "much"),
+    [
+        ("AVX512", "amd", 2**20),
+        ("AVX512", "intel", 2**22),
+        ("AVX2", "amd", 2**22),
+        (None, None, 2**22),
+    ],
+)
+def test_one_tensor_in_the_caches_is_cast_by_pytorch_where_that_is_faster(
+    capability: str | None, vendor: str | None, much: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autocast_backend.ops.casts._MUCH_ALONE_ON_CPU", much)
+    assert casts._much_alone_on_cpu(capability, vendor) == much
+    monkeypatch.setattr(casts, "_MUCH_ALONE_ON_CPU", much)
     tensor = sample(f32, 1024, 1024).t()
     with Called() as called:
         assert_all_same(multi_cast([tensor], bf16), expected([tensor], bf16))
