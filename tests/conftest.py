@@ -21,8 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--programs",
         type=int,
         metavar="N",
-        help="try N random programs, new ones each time (tests/conformance/test_programs.py), and "
-        "N random trainings (tests/weights/test_random_trainings.py)",
+        help="try N random programs, new ones each time (tests/conformance/test_programs.py), "
+        "N random trainings (tests/weights/test_random_trainings.py), and N random models, others "
+        "each time (tests/models)",
     )
     parser.addoption(
         "--region-dtype",
