@@ -23,6 +23,12 @@ from .autocast import enter_autocast, exit_autocast
 from .patches import replaced
 
 
+def is_selective(body: fx.GraphModule) -> bool:
+    """Whether a checkpoint has a `context_fn` for this body: in eager mode it runs under the
+    dispatch modes that this makes, if autograd records."""
+    return "_checkpoint_context_fn" in body.meta
+
+
 def call_leaf_function_under(
     module: fx.GraphModule, node: fx.Node, contexts: Sequence[tuple[Any, ...]]
 ) -> None:

@@ -82,7 +82,7 @@ def kernels_opened() -> Iterator[None]:
                     libraries[op.namespace].impl(op, kernel, key, with_keyset=True)
             _libraries.extend(libraries.values())
         _users += 1
-    before = is_open()
+    before = getattr(_here, "open", False)
     _here.open = True
     try:
         yield
@@ -103,9 +103,26 @@ def has_rules_of_users() -> bool:
     return any("/Autocast" in name and name.startswith("aten/") for name in others)
 
 
+@contextlib.contextmanager
+def kernels_closed() -> Iterator[None]:
+    """Open none for what this thread does meanwhile: under a dispatch mode, such as selective
+    checkpoints have in eager mode, autocast does not act inside of them."""
+    before = are_closed()
+    _here.closed = True
+    try:
+        yield
+    finally:
+        _here.closed = before
+
+
+def are_closed() -> bool:
+    """Whether this thread is inside of `kernels_closed`."""
+    return getattr(_here, "closed", False)
+
+
 def is_open() -> bool:
-    """Whether this thread is inside of `kernels_opened`."""
-    return getattr(_here, "open", False)
+    """Whether this thread is inside of `kernels_opened`, and of no `kernels_closed`."""
+    return getattr(_here, "open", False) and not are_closed()
 
 
 def calls_others(op: OpOverload, device_types: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from .._torch.dynamo import GradMode, is_functorch_transform, is_higher_order_op, runs_backward
+from .._torch.higher_order import is_selective
 from ..regions import Placement, find_regions, is_region_node
 from ..state import AutocastState
 from . import recipes
@@ -38,6 +39,7 @@ class Candidate:
             of transforms; None: before the call itself.
         in_transform: whether it stands inside a `torch.func` transform, so that example values are
             of no use.
+        selective: whether it stands inside a selective checkpoint.
         overridden: whether the recipe is a user's wish, which autocast does not judge.
         stale: whether eager autocast was seen to give another dtype than the example value has.
     """
@@ -53,6 +55,7 @@ class Candidate:
     shared_within: bool = False
     shared_before: fx.Node | None = None
     in_transform: bool = False
+    selective: bool = False
     overridden: bool = False
     stale: bool = False
 
@@ -92,6 +95,7 @@ def plan_graph(
     grad: bool,
     overridden: Mapping[fx.Node, Overridden],
     retraced: bool = False,
+    selective: bool = False,
 ) -> Iterator[Plan]:
     """The plan of a graph that stands at `outside`, then those of the bodies it runs in place.
 
@@ -100,6 +104,7 @@ def plan_graph(
     """
     placements = find_regions(module.graph, outside)
     plan = Plan(module, retraced)
+    selective = selective or (grad and is_selective(module))
     bodies = Bodies(module)
     alike = _called_alike(module, bodies, placements, grad)
     transforms = 0  # how many torch.func transforms are open
@@ -114,7 +119,7 @@ def plan_graph(
         mode.follow(node)
         inside = transforms
         transforms += is_functorch_transform(node.target)
-        candidate = Candidate(node, position, placements[node], mode.grad)
+        candidate = Candidate(node, position, placements[node], mode.grad, selective=selective)
         body = bodies.of(node) if is_higher_order_op(node.target) else None
         if body is not None and body.module in alike:
             body_grad = body.call.grad_mode(node, mode.grad)
@@ -137,7 +142,7 @@ def plan_graph(
             plan.candidates.append(candidate)
     yield plan
     for body_module, placement, body_grad, traced in inner:
-        yield from plan_graph(body_module, placement, body_grad, overridden, traced)
+        yield from plan_graph(body_module, placement, body_grad, overridden, traced, selective)
 
 
 def _called_alike(

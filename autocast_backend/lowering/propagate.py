@@ -11,6 +11,7 @@ and on fake tensors float32 (_torch/kernels.py).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from .._torch.dynamo import (
     is_higher_order_op,
 )
 from .._torch.fake_tensors import fake_mode_of, like, running
+from .._torch.higher_order import is_selective
+from .._torch.kernels import kernels_closed
 from ..graphs import names_of
 from ..policies.overrides import PolicyError
 from ..policies.paths import parse_name
@@ -129,13 +132,15 @@ class _Run:
                 found = body.module
                 if body.call.again:
                     found = self._nested.body_of(node, found, operands, placements[node], records)
-                returned = self.graph(
-                    found,
-                    operands,
-                    placements[node],
-                    records,
-                    recorded and body.call.records_grad is not False,
-                )
+                selective = records and is_selective(found)
+                with kernels_closed() if selective else contextlib.nullcontext():
+                    returned = self.graph(
+                        found,
+                        operands,
+                        placements[node],
+                        records,
+                        recorded and body.call.records_grad is not False,
+                    )
                 values[node] = body.call.result(returned)
                 _note(node, values)
             elif mode.follow(node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .._torch.autocast import disable_autocast, has_autocast_kernel
 from .._torch.dynamo import requires_grad_changes_after
 from .._torch.fake_tensors import observing
-from .._torch.kernels import body_of_triton_op
+from .._torch.kernels import body_of_triton_op, kernels_closed
 from .._torch.ops import overloads_of
 from .._torch.tensors import storages_of
 from ..policies.table import Policy
@@ -50,14 +51,15 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
         return
     strict = validate == "strict"
     asked = [c for c in candidates if c.refused is None and not c.overridden]
-    keys = [key_of(c.node, c.recipe, c.placement.state, c.grad, strict) for c in asked]
+    keys = [_key(c, strict) for c in asked]
     verdicts = Verdicts(keys)
     for c, key in zip(asked, keys, strict=True):
         verdict = verdicts.get(key)
         if verdict is None:
-            verdict = _validate(c, fake_mode, strict)
-            if strict and verdict.reason is None and (order := _order_seen(c, fake_mode)):
-                verdict = replace(verdict, order=order)
+            with _kernels_as_in_eager(c):
+                verdict = _validate(c, fake_mode, strict)
+                if strict and verdict.reason is None and (order := _order_seen(c, fake_mode)):
+                    verdict = replace(verdict, order=order)
             verdicts.add(key, verdict)
             report.checked += 1
         c.refused, c.shared = verdict.reason, _as_in_the_end(c, verdict.shared)
@@ -71,6 +73,15 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
         if verdict.order and c.recipe is not None:
             c.recipe = c.recipe.ordered(verdict.order)
     verdicts.save()
+
+
+def _key(c: Candidate, strict: bool) -> str:
+    with _kernels_as_in_eager(c):
+        return key_of(c.node, c.recipe, c.placement.state, c.grad, strict)
+
+
+def _kernels_as_in_eager(c: Candidate) -> contextlib.AbstractContextManager[None]:
+    return kernels_closed() if c.selective else contextlib.nullcontext()
 
 
 def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:

@@ -32,7 +32,7 @@ from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
 from .._torch.formulas import grad_fn_of
-from .._torch.kernels import has_rules_of_users
+from .._torch.kernels import are_closed, has_rules_of_users
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched, overloads_of
 from .._torch.tensors import is_fake
 from ..state import AutocastState
@@ -79,7 +79,7 @@ def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict:
 
     described = _describe(fx.node.map_arg((node.args, node.kwargs), leaf))
     devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
-    flags = (state.cache_enabled, grad, strict, *_found_inside())
+    flags = (state.cache_enabled, grad, strict, are_closed(), *_found_inside())
     return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
 
 

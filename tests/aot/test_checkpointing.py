@@ -31,7 +31,7 @@ from tests.aot.harness import (
     leaves,
     loss_of,
 )
-from tests.support import assert_same_bits, autocast_put_right
+from tests.support import BF16, assert_same_bits, autocast_put_right
 
 
 def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -77,6 +77,17 @@ def selective_recomputing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return _selective(recomputes, x, w)
 
 
+def selective_kernels(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Kernels that call `bmm`: as eager mode has it, autocast does not act inside of them here."""
+
+    def kernels(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        grid = F.affine_grid((x @ w)[None, :2, :3].float(), [1, 1, 2, 2], align_corners=False)
+        return grid.float().square().sum() + F.bilinear(x, x.sin(), w[None]).float()
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves_products)
+    return checkpoint(kernels, x, w, use_reentrant=False, context_fn=contexts).sin()
+
+
 def region_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return checkpoint(inside_region(block), x, w, use_reentrant=False).sin()
 
@@ -89,6 +100,7 @@ CASES = {
         nested,
         selective_saving,
         selective_recomputing,
+        selective_kernels,
         region_inside,
     )
 }
@@ -97,6 +109,20 @@ CASES = {
 @pytest.mark.parametrize(("name", "way"), each_way(CASES))
 def test_checkpoints_inside(name: str, way: str) -> None:
     assert_like_the_oracle(CASES[name], way)
+
+
+@pytest.mark.parametrize("option", [False, True], ids=["context", "option"])
+def test_selective_checkpoints_without_gradients_are_none(option: bool) -> None:
+    """Compared with eager itself, which enters their dispatch modes where autograd records."""
+    x, w = leaves()
+    options = {"inner": "aot_eager"} | ({"autocast": BF16} if option else {})
+    compiled = torch.compile(selective_kernels, backend="smart_autocast", options=options)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            with torch.autocast(**BF16):
+                expected = selective_kernels(x, w)
+            with autocast(not option):
+                assert_same_bits(compiled(x, w), expected)
 
 
 @pytest.mark.parametrize("way", ["off", "ambient", "region"])

@@ -36,10 +36,8 @@ COMPILED = ("model", "in place", "each block", "some blocks", "loss", "forward",
 READS_STATE = {"regions_inside", "decorated", "state_set_by_hand", "asks_the_state", "custom_fwd"}
 CUT_OFF = {Disabled, SavedInLowPrecision}  # Dynamo makes graphs of their own
 OWN_REGIONS = {InFloat16, InBfloat16, Uncached, InFullPrecision, Disabled}
-# Dynamo refuses a checkpoint that writes to buffers or holds a `cond`. Under the dispatch mode of
-# selective checkpoints, autocast does not act inside of the kernel of `bilinear` (DESIGN.md).
+# Dynamo refuses a checkpoint that writes to buffers or holds a `cond`.
 NOT_CHECKPOINTED = {"batch_norm", "condition", "counted"}
-NOT_SELECTIVELY = {"bilinear", "grid_sampled"}
 
 Step = tuple[Any, ...]
 
@@ -125,7 +123,6 @@ def random_plan(seed: int) -> Plan:
         name = pick.choice([*BLOCKS])
         around = pick.choices([*AROUND], weights=[*AROUND.values()])[0]
         never = {Checkpointed, SelectivelyCheckpointed} if name in NOT_CHECKPOINTED else set()
-        never |= {SelectivelyCheckpointed} if name in NOT_SELECTIVELY else set()
         never |= {Twice} if name in BREAKS else set()
         if around in never:
             around = Plain
