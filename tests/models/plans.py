@@ -15,11 +15,13 @@ from .surroundings import (
     AROUND,
     Around,
     Checkpointed,
+    Decorated,
     Disabled,
     InBfloat16,
     InFloat16,
     InFullPrecision,
-    Plain,
+    InPieces,
+    Reentrantly,
     SavedInLowPrecision,
     SelectivelyCheckpointed,
     Twice,
@@ -35,9 +37,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 COMPILED = ("model", "in place", "each block", "some blocks", "loss", "forward", "step")
 READS_STATE = {"regions_inside", "decorated", "state_set_by_hand", "asks_the_state", "custom_fwd"}
 CUT_OFF = {Disabled, SavedInLowPrecision}  # Dynamo makes graphs of their own
-OWN_REGIONS = {InFloat16, InBfloat16, Uncached, InFullPrecision, Disabled}
+OWN_REGIONS = {InFloat16, InBfloat16, Uncached, InFullPrecision, Decorated, Disabled}
 # Dynamo refuses a checkpoint that writes to buffers or holds a `cond`.
+CHECKPOINTS = {Checkpointed, SelectivelyCheckpointed, Reentrantly}
 NOT_CHECKPOINTED = {"batch_norm", "condition", "counted"}
+
+Block = tuple[str, tuple[type[Around], ...]]
+"""What is built, and what stands around it, from the outside in."""
 
 Step = tuple[Any, ...]
 
@@ -63,7 +69,7 @@ class Plan:
         noncontiguous: inputs are transposed.
     """
 
-    blocks: tuple[tuple[str, type[Around]], ...]
+    blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
     residual: bool = True
     dtype: torch.dtype = torch.bfloat16
@@ -91,7 +97,7 @@ class Plan:
         return (
             self.hooks == "module"
             or self.compiled in ("each block", "some blocks")
-            or any(around in CUT_OFF or name in BREAKS for name, around in self.blocks)
+            or any(CUT_OFF & {*around} or name in BREAKS for name, around in self.blocks)
         )
 
     def region(self) -> dict[str, Any]:
@@ -107,7 +113,10 @@ class Plan:
         return {"backend": "smart_autocast", "dynamic": self.dynamic, "options": options}
 
     def __str__(self) -> str:
-        blocks = ", ".join(f"{around.__name__}({name})" for name, around in self.blocks)
+        blocks = ", ".join(
+            "".join(f"{a.__name__}(" for a in around) + name + ")" * len(around)
+            for name, around in self.blocks
+        )
         changed = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -118,15 +127,15 @@ class Plan:
 
 def random_plan(seed: int) -> Plan:
     pick = random.Random(seed)
-    blocks = []
+    blocks: list[Block] = []
     for _ in range(pick.randint(1, 4)):
         name = pick.choice([*BLOCKS])
-        around = pick.choices([*AROUND], weights=[*AROUND.values()])[0]
-        never = {Checkpointed, SelectivelyCheckpointed} if name in NOT_CHECKPOINTED else set()
-        never |= {Twice} if name in BREAKS else set()
-        if around in never:
-            around = Plain
-        blocks.append((name, around))
+        around = pick.choices(
+            [*AROUND], [*AROUND.values()], k=pick.choices((0, 1, 2), (5, 4, 2))[0]
+        )
+        never = CHECKPOINTS if name in NOT_CHECKPOINTED else set()
+        never = never | {Twice, InPieces} if name in BREAKS else never
+        blocks.append((name, tuple(a for a in around if a not in never)))
     sizes = [(pick.randint(1, 4), pick.randint(2, 6)) for _ in range(pick.choice([1, 1, 2, 3]))]
     steps: list[Step] = []
     for _ in range(pick.randint(1, 4)):
@@ -181,7 +190,7 @@ def put_right(plan: Plan) -> Plan:
     """Take off what cannot be had together, or has no oracle."""
     changed: dict[str, Any] = {}
     names = {name for name, _ in plan.blocks}
-    around = {around for _, around in plan.blocks}
+    around = {a for _, around in plan.blocks for a in around}
     whole = plan.compiled in ("model", "in place", "forward") and plan.ambient
     whole = whole and not around & OWN_REGIONS and not names & READS_STATE
     if not whole or names & BREAKS or not plan.cache_enabled:
@@ -211,12 +220,10 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         if f.default is not dataclasses.MISSING and getattr(plan, f.name) != f.default:
             yield dataclasses.replace(plan, **{f.name: f.default})
     for i, (name, around) in enumerate(plan.blocks):
-        if around is not Plain:
-            changed = (*plan.blocks[:i], (name, Plain), *plan.blocks[i + 1 :])
-            yield dataclasses.replace(plan, blocks=changed)
-        if name != "one_linear":
-            changed = (*plan.blocks[:i], ("one_linear", around), *plan.blocks[i + 1 :])
-            yield dataclasses.replace(plan, blocks=changed)
+        others: list[Block] = [(name, around[:k] + around[k + 1 :]) for k in range(len(around))]
+        others += [("one_linear", around)] if name != "one_linear" else []
+        for other in others:
+            yield dataclasses.replace(plan, blocks=(*plan.blocks[:i], other, *plan.blocks[i + 1 :]))
     for i, (kind, *arguments) in enumerate(plan.steps):
         if kind in ("train", "evaluate"):
             sizes, *more = arguments

@@ -29,10 +29,6 @@ class Around(nn.Module):
         return self.inner(x)
 
 
-class Plain(Around):
-    pass
-
-
 class Checkpointed(Around):
     def around(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=False)
@@ -113,6 +109,54 @@ class WithHooks(Around):
         inner.register_forward_hook(lambda module, args, output: output + args[0])
 
 
+class Reentrantly(Around):
+    def around(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class WithComputedWeights(Around):
+    """As with averaged or adapted weights: what the block reads are no leaves."""
+
+    def around(self, x: Tensor) -> Tensor:
+        weights = {name: p * 0.9 for name, p in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, weights, (x,))
+
+
+class InPieces(Around):
+    def around(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(piece) for piece in x.split(2)])
+
+
+class WithGradientPenalty(Around):
+    """A second result that is a gradient, of one `torch.func` transform."""
+
+    def around(self, x: Tensor) -> Tensor:
+        def energy(t: Tensor) -> Tensor:
+            return self.inner(t).float().square().mean()
+
+        return torch.func.grad(energy)(x) + x
+
+
+class OnDevice(Around):
+    """Inside of a `TorchFunctionMode`."""
+
+    def around(self, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return self.inner(x) + torch.ones(())
+
+
+class Recorded(Around):
+    def around(self, x: Tensor) -> Tensor:
+        with torch.autograd.profiler.record_function("block"):
+            return self.inner(x)
+
+
+class Decorated(Around):
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def around(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class LowWeights(Around):
     """The block's weights are kept in bfloat16, as in models that are loaded so."""
 
@@ -121,19 +165,25 @@ class LowWeights(Around):
 
 
 AROUND: dict[type[Around], int] = {  # how often
-    Plain: 24,
     Checkpointed: 4,
-    SelectivelyCheckpointed: 1,
+    SelectivelyCheckpointed: 2,
+    Reentrantly: 1,
     InFloat16: 2,
     InBfloat16: 2,
     Uncached: 1,
     InFullPrecision: 2,
+    Decorated: 1,
     Untracked: 1,
     Disabled: 2,
     Twice: 3,
     NestedRegion: 2,
     SavedInLowPrecision: 1,
     Mapped: 1,
+    WithComputedWeights: 1,
+    InPieces: 1,
+    WithGradientPenalty: 1,
+    OnDevice: 1,
+    Recorded: 1,
     WithHooks: 2,
     LowWeights: 1,
 }

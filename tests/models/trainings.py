@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .blocks import BLOCKS, SIZE
-from .plans import OPTIMIZERS, Plan
+from .plans import OPTIMIZERS, Block, Plan
+from .surroundings import Around
 
 Compile = Callable[[Any], Any]
 """What stands for `torch.compile`; for the oracle, what gives its argument back."""
@@ -21,13 +22,19 @@ Computed = list[tuple[str, Tensor | None]]
 """Names and values, in the order in which they were computed."""
 
 
+def _built(block: Block, apart: bool) -> nn.Module:
+    name, around = block
+    module = BLOCKS[name]()
+    for outer in reversed(around or (Around,)):
+        module = outer(module, apart)
+    return module
+
+
 class Model(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            around(BLOCKS[name](), bool(plan.skips) or plan.in_parts())
-            for name, around in plan.blocks
-        )
+        apart = bool(plan.skips) or plan.in_parts()
+        self.blocks = nn.ModuleList(_built(block, apart) for block in plan.blocks)
         self.residual = plan.residual
         self.region = None if plan.ambient else plan.region()
         self.skips = plan.skips
@@ -145,7 +152,11 @@ class Training:
             where = "outside"
         with self.backward_context(where):
             value.backward()
-        if self.plan.hooks == "post accumulate":  # eager's cache does not see it; ours does
+        self.forget_casts()
+
+    def forget_casts(self) -> None:
+        """Eager's cache does not see that hooks write to weights; ours does."""
+        if self.plan.hooks == "post accumulate":
             torch.clear_autocast_cache()
 
     def train(self, sizes: list[tuple[int, int]], where: str, shared: bool) -> None:
@@ -159,6 +170,7 @@ class Training:
                 inputs.append(x)
                 if plan.compiled == "step":
                     computed.extend(zip(("output", "loss"), self.step(x, target), strict=True))
+                    self.forget_casts()
                     continue
                 with self.context():
                     if plan.compiled == "loss":
@@ -243,9 +255,9 @@ class Training:
 
 
 def _written_at_once(p: Tensor) -> None:
-    assert p.grad is not None
-    with torch.no_grad():
-        p.add_(p.grad.to(p.dtype), alpha=-0.01)
+    if p.grad is not None:  # AOTAutograd calls hooks of weights that nothing depends on, too
+        with torch.no_grad():
+            p.add_(p.grad.to(p.dtype), alpha=-0.01)
 
 
 def difference(actual: Computed, expected: Computed) -> str | None:
