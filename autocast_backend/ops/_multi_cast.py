@@ -79,6 +79,17 @@ def autograd_out(
             "smart_autocast::multi_cast: argument 'out' takes no derivatives, but a tensor has a "
             "tangent (forward-mode AD); call it without 'out'"
         )
+    write(below, tensors, dtype, out=out)
+
+
+def write(
+    below: Callable[..., None],
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    out: Sequence[Tensor],
+) -> None:
+    """The same where nothing is differentiated."""
     below(tensors, dtype, out=out)
     torch.autograd.graph.increment_version(out)
 

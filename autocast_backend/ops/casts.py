@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,12 +12,35 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import _native
-from .._torch.dispatch import is_traced_by_jit, may_skip_autograd, without_autograd
+from .._torch.dispatch import (
+    any_requires_grad,
+    is_traced_by_jit,
+    is_transformed,
+    may_skip_autograd,
+    without_autograd,
+)
 from . import _multi_cast, _unscale_cast, reference
 
 _tier = _native.load()
 _ops = torch.ops.smart_autocast
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+# No subclass, which may hold other tensors.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset(_PLAIN_TYPES)
+_NOT_PLAIN, _FROZEN, _TRAINED = range(3)
+
+
+def _look_in_python(tensors: object, types: tuple[type, ...]) -> int:
+    """What `look_at_tensors` of the native library finds (`csrc/look_at_tensors.h`)."""
+    if type(tensors) not in (list, tuple) or not set(types).issuperset(map(type, tensors)):  # type: ignore[call-overload]
+        return _NOT_PLAIN
+    return _TRAINED if any_requires_grad(tensors) else _FROZEN
+
+
+_look_at_tensors: Callable[[object, tuple[type, ...]], int] = (
+    importlib.import_module("autocast_backend._C").look_at_tensors
+    if _tier.name == "native"
+    else _look_in_python
+)
 # What `tensor.to(dtype)` is too, with less to find out about its arguments.
 _METHODS = {
     torch.float64: Tensor.double,
@@ -223,7 +247,9 @@ def multi_cast(
             if may_skip_autograd():
                 return _below_autograd(tensors, dtype)
     elif (  # The same of a few; a loop over one would be a fifth of its cast.
-        out is None
+        isinstance(tensors, (list, tuple))
+        and 0 < len(tensors) <= _FEW_WITH_GRADIENTS
+        and out is None
         and seed is None
         and type(dtype) is torch.dtype
         and dtype in _METHODS
@@ -235,7 +261,10 @@ def multi_cast(
     ):
         method = _METHODS[dtype]
         return [t.clone() if t.dtype is dtype else method(t) for t in tensors]
-    plain = _check_tensors("tensors", tensors) and may_skip_autograd()
+    compiling = is_compiling()
+    found = _NOT_PLAIN if compiling else _look_at_tensors(tensors, _PLAIN_TYPES)
+    if found == _NOT_PLAIN:
+        _check_tensors("tensors", tensors)
     _check_dtype(dtype)
     if not dtype.is_floating_point or dtype is torch.float4_e2m1fn_x2:  # two numbers in one
         raise ValueError(
@@ -250,24 +279,28 @@ def multi_cast(
             f"rounding='nearest-even' with seed={seed!r}, offset={offset!r}"
         )
     if out is None:
-        if not plain:
+        if found == _NOT_PLAIN or is_transformed():
             return _ops.multi_cast.default(tensors, dtype)
-        return _multi_cast.autograd(_below_autograd, tensors, dtype)
-    out_plain = _check_tensors("out", out)
+        if found == _TRAINED:
+            return _multi_cast.autograd(_below_autograd, tensors, dtype)
+        return _below_autograd(tensors, dtype)
+    found_out = _NOT_PLAIN if compiling else _look_at_tensors(out, _PLAIN_TYPES)
+    if found_out == _NOT_PLAIN:
+        _check_tensors("out", out)
     if is_traced_by_jit():
         _multi_cast.autograd_out(reference.multi_cast_out, tensors, dtype, out=out)
-    elif not (out_plain and plain):
+    elif _NOT_PLAIN in (found, found_out) or is_transformed():
         _ops.multi_cast.out(tensors, dtype, out=out)
-    else:
+    elif _TRAINED in (found, found_out):
         _multi_cast.autograd_out(_below_autograd_out, tensors, dtype, out=out)
+    else:
+        _multi_cast.write(_below_autograd_out, tensors, dtype, out=out)
     return list(out)
 
 
 def _are_few(tensors: Sequence[Tensor]) -> bool:
-    """Whether one call for all of them takes longer than one for each; `benchmarks launch` has
+    """Whether one call for these few takes longer than one for each; `benchmarks launch` has
     where that ends. On a GPU each would be a kernel of its own."""
-    if not isinstance(tensors, (list, tuple)) or not 0 < len(tensors) <= _FEW_WITH_GRADIENTS:
-        return False
     few, grad = len(tensors) <= _FEW, torch.is_grad_enabled()
     for tensor in tensors:
         if not (
@@ -331,15 +364,14 @@ def _check_dtype(dtype: object) -> None:
         )
 
 
-def _check_tensors(argument: str, value: object) -> bool:
-    """Whether all of them are plain tensors or parameters: no subclass that may hold others."""
+def _check_tensors(argument: str, value: object) -> None:
     if not isinstance(value, (list, tuple)):
         raise TypeError(
             f"argument '{argument}' must be a list or tuple of tensors, got "
             f"{type(value).__name__}; pass list({argument}), or [tensor] for one"
         )
     if _PLAIN.issuperset(map(type, value)):
-        return True
+        return
     for index, tensor in enumerate(value):
         if not isinstance(tensor, Tensor):
             remedy = "leave it out" if tensor is None else "make one with torch.as_tensor"
@@ -347,4 +379,3 @@ def _check_tensors(argument: str, value: object) -> bool:
                 f"argument '{argument}[{index}]' must be a torch.Tensor, got "
                 f"{type(tensor).__name__}; {remedy}"
             )
-    return False

@@ -269,6 +269,37 @@ def test_one_tensor_in_the_caches_is_cast_by_pytorch_where_that_is_faster(
     assert called.count == 1
 
 
+class Subclass(torch.Tensor):
+    """Of these, nobody but their own code knows what they hold."""
+
+
+LOOKS = {"python": casts._look_in_python, "in use": casts._look_at_tensors}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_lists_are_looked_at(look: Any) -> None:
+    tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def found(tensors: Any) -> int:
+        return look(tensors, casts._PLAIN_TYPES)
+
+    for plain in ([], [tensor], (tensor, frozen)):
+        assert found(plain) == casts._FROZEN
+    for trained in ([parameter], (tensor, parameter, frozen), [tensor.clone().requires_grad_()]):
+        assert found(trained) == casts._TRAINED
+    subclass = torch.ones(2).as_subclass(Subclass)
+    for other in (tensor, None, iter([tensor]), [tensor, None], [parameter, subclass], {tensor: 1}):
+        assert found(other) == casts._NOT_PLAIN
+
+
+@pytest.mark.skipif(KERNEL_TIER.name != "native", reason="no native library in use")
+def test_looking_at_tensors_refuses_other_arguments() -> None:
+    for arguments in ((), ([],), ([], [torch.Tensor]), ([], (torch.Tensor,), 1)):
+        with pytest.raises(TypeError, match="expected tensors, and a tuple of their types"):
+            casts._look_at_tensors(*arguments)
+
+
 def test_one_large_tensor_is_one_call_below_autograd() -> None:
     tensor = sample(f32, 2048, 2048).t()
     with Called() as called:
