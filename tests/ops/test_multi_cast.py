@@ -300,7 +300,8 @@ def test_looking_at_tensors_refuses_other_arguments() -> None:
             casts._look_at_tensors(*arguments)
 
 
-def test_one_large_tensor_is_one_call_below_autograd() -> None:
+def test_one_large_tensor_is_one_call_below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "_MUCH_ALONE_ON_CPU", 2**20)
     tensor = sample(f32, 2048, 2048).t()
     with Called() as called:
         assert_all_same(multi_cast([tensor], bf16), expected([tensor], bf16))
