@@ -21,11 +21,13 @@ from .surroundings import (
     InFloat16,
     InFullPrecision,
     InPieces,
+    OnDevice,
     Reentrantly,
     SavedInLowPrecision,
     SelectivelyCheckpointed,
     Twice,
     Uncached,
+    WithGradientPenalty,
 )
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -36,11 +38,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 COMPILED = ("model", "in place", "each block", "some blocks", "loss", "forward", "step")
 READS_STATE = {"regions_inside", "decorated", "state_set_by_hand", "asks_the_state", "custom_fwd"}
-CUT_OFF = {Disabled, SavedInLowPrecision}  # Dynamo makes graphs of their own
+CUT_OFF = {Disabled, OnDevice, SavedInLowPrecision}  # Dynamo makes graphs of their own
 OWN_REGIONS = {InFloat16, InBfloat16, Uncached, InFullPrecision, Decorated, Disabled}
-# Dynamo refuses a checkpoint that writes to buffers or holds a `cond`.
+# Dynamo refuses a checkpoint that writes to buffers or holds a `cond`. PyTorch refuses saved-tensor
+# hooks around `torch.func.grad`, and torch 2.11 all later ones as well, once it has.
 CHECKPOINTS = {Checkpointed, SelectivelyCheckpointed, Reentrantly}
 NOT_CHECKPOINTED = {"batch_norm", "condition", "counted"}
+TRANSFORMED = {"inner_gradient", WithGradientPenalty}
 
 Block = tuple[str, tuple[type[Around], ...]]
 """What is built, and what stands around it, from the outside in."""
@@ -134,6 +138,8 @@ def random_plan(seed: int) -> Plan:
             [*AROUND], [*AROUND.values()], k=pick.choices((0, 1, 2), (5, 4, 2))[0]
         )
         never = CHECKPOINTS if name in NOT_CHECKPOINTED else set()
+        if TRANSFORMED & {name, *around}:
+            never = CHECKPOINTS | {SavedInLowPrecision}
         never = never | {Twice, InPieces} if name in BREAKS else never
         blocks.append((name, tuple(a for a in around if a not in never)))
     sizes = [(pick.randint(1, 4), pick.randint(2, 6)) for _ in range(pick.choice([1, 1, 2, 3]))]
