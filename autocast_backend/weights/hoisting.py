@@ -132,6 +132,10 @@ def hoist(
     module = copy_graph(graph_module)
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
+    # Dynamo of torch 2.11 writes some after calls: the sizes that a hook on a tensor is given.
+    first_call = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in placeholders:
+        first_call.prepend(node)
     fakes = fake_inputs(inputs)
     last = placeholders[-1]
     named = {node.name: node for node in graph.nodes}

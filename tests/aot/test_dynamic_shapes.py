@@ -179,3 +179,28 @@ def test_a_float_that_became_a_constant_stays_one() -> None:
         return [*evaluated, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     assert_same_bits(step(compile=True), step(compile=False))
+
+
+def test_a_hook_on_a_tensor_of_a_dynamic_size() -> None:
+    """Dynamo of torch 2.11 writes inputs for the sizes where the hook stands, after other calls."""
+
+    class Hooked(Mixed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            y.register_hook(lambda grad: grad * 0.5)
+            return y.sin()
+
+    def step(compile: bool) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Hooked()
+        if compile:
+            model.compile(dynamic=True, **AOT_EAGER)
+        outputs = []
+        with autocast(True):
+            for size in SIZES:
+                outputs.append(model(torch.randn(size, 8)))
+                loss_of(outputs[-1]).backward()
+        return [*outputs, model.a.weight.grad, model.a.bias.grad]
+
+    assert_same_bits(step(compile=True), step(compile=False))
