@@ -1,4 +1,4 @@
-// Looks at a list of tensors as Python code would, in a tenth of the time: for the host side only.
+// Looks at a list of tensors as Python code would, in one pass: for the host side only.
 
 #pragma once
 

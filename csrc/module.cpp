@@ -60,7 +60,8 @@ pybind11::dict build_info() {
   return info;
 }
 
-// pybind11's own way to make a function takes a microsecond a call longer.
+// A plain function of Python's C API: `multi_cast` calls it each time, and pybind11 would only pass
+// its arguments on.
 PyMethodDef functions[] = {
     {"look_at_tensors",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(smart_autocast::look_at_tensors)),

@@ -23,26 +23,25 @@ HEADS = 2
 BLOCKS: dict[str, type[nn.Module]] = {}
 BREAKS: set[str] = set()
 
-Made = tuple[int, ...] | Callable[[], nn.Module]
+Made = tuple[int, ...] | Tensor | Callable[[], nn.Module]
 Forward = Callable[[Any, Tensor], Tensor]
 
 
 def block(*, breaks: bool = False, **parts: Made) -> Callable[[Forward], Forward]:
-    """Make the function the `forward` of a block with these parts: parameters, by their shapes, and
-    modules, by what makes them. (A class for each: Dynamo keeps code by the code of `forward`.)"""
+    """Make the function the `forward` of a block with these parts: parameters, by their shapes,
+    buffers, and modules, by what makes them. (A class for each: Dynamo keeps code by the code of
+    `forward`.)"""
 
     def register(forward: Forward) -> Forward:
         def __init__(self: Any) -> None:
             nn.Module.__init__(self)
             for name, made in parts.items():
-                if callable(made):
-                    part: Any = made()
+                if isinstance(made, Tensor):
+                    self.register_buffer(name, made.clone())
+                elif isinstance(made, tuple):
+                    setattr(self, name, nn.Parameter(torch.randn(made) / math.sqrt(SIZE)))
                 else:
-                    part = nn.Parameter(torch.randn(made) / math.sqrt(SIZE))
-                setattr(self, name, part)
-            if hasattr(forward, "buffers"):
-                for name, value in forward.buffers.items():
-                    self.register_buffer(name, value.clone())
+                    setattr(self, name, made())
 
         name = forward.__name__
         BLOCKS[name] = type(name, (nn.Module,), {"__init__": __init__, "forward": forward})
@@ -395,14 +394,11 @@ def sparse_experts(self: Any, x: Tensor) -> Tensor:
     return out.view_as(x)
 
 
-@block(proj=linear)
+@block(proj=linear, calls=torch.zeros(()), mean=torch.zeros(SIZE))
 def counted(self: Any, x: Tensor) -> Tensor:
     self.calls.add_(1)
     self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
     return self.proj(x - self.mean) * self.calls.clamp(max=2)
-
-
-counted.buffers = {"calls": torch.zeros(()), "mean": torch.zeros(SIZE)}  # type: ignore[attr-defined]
 
 
 @block(proj=linear, drop=lambda: nn.Dropout(0.25))

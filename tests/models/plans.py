@@ -23,11 +23,11 @@ from .surroundings import (
     InPieces,
     OnDevice,
     Reentrantly,
-    SavedInLowPrecision,
     SelectivelyCheckpointed,
     Twice,
     Uncached,
     WithGradientPenalty,
+    WithSavedTensorHooks,
 )
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 COMPILED = ("model", "in place", "each block", "some blocks", "loss", "forward", "step")
 READS_STATE = {"regions_inside", "decorated", "state_set_by_hand", "asks_the_state", "custom_fwd"}
-CUT_OFF = {Disabled, OnDevice, SavedInLowPrecision}  # Dynamo makes graphs of their own
+CUT_OFF = {Disabled, OnDevice, WithSavedTensorHooks}  # Dynamo makes graphs of their own
 OWN_REGIONS = {InFloat16, InBfloat16, Uncached, InFullPrecision, Decorated, Disabled}
 # Dynamo refuses a checkpoint that writes to buffers or holds a `cond`. PyTorch refuses saved-tensor
 # hooks around `torch.func.grad`, and torch 2.11 all later ones as well, once it has.
@@ -139,7 +139,7 @@ def random_plan(seed: int) -> Plan:
         )
         never = CHECKPOINTS if name in NOT_CHECKPOINTED else set()
         if TRANSFORMED & {name, *around}:
-            never = CHECKPOINTS | {SavedInLowPrecision}
+            never = CHECKPOINTS | {WithSavedTensorHooks}
         never = never | {Twice, InPieces} if name in BREAKS else never
         blocks.append((name, tuple(a for a in around if a not in never)))
     sizes = [(pick.randint(1, 4), pick.randint(2, 6)) for _ in range(pick.choice([1, 1, 2, 3]))]

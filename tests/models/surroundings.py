@@ -91,7 +91,7 @@ class NestedRegion(Around):
         return self.inner(x)
 
 
-class SavedInLowPrecision(Around):
+class WithSavedTensorHooks(Around):
     def around(self, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
             return self.inner(x)
@@ -177,7 +177,7 @@ AROUND: dict[type[Around], int] = {  # how often
     Disabled: 2,
     Twice: 3,
     NestedRegion: 2,
-    SavedInLowPrecision: 1,
+    WithSavedTensorHooks: 1,
     Mapped: 1,
     WithComputedWeights: 1,
     InPieces: 1,

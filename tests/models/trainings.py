@@ -270,7 +270,7 @@ def difference(actual: Computed, expected: Computed) -> str | None:
                 return f"{i}: {name}: {'None' if a is None else 'a tensor'}, and not in eager mode"
         elif a.dtype != e.dtype or a.shape != e.shape:
             return f"{i}: {name}: {a.dtype} {[*a.shape]} instead of {e.dtype} {[*e.shape]}"
-        elif not torch.equal(a.nan_to_num(7.0), e.nan_to_num(7.0)):
+        elif not torch.allclose(a, e, rtol=0, atol=0, equal_nan=True):
             return f"{i}: {name}: differs by {(a.double() - e.double()).abs().max():.3g}"
     return None
 
