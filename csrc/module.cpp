@@ -1,6 +1,6 @@
-// The Python module autocast_backend._C: facts about this build, this machine and the arguments of a
-// call, for the host side only. The ops are in the same library and register themselves when it is
-// loaded.
+// The Python module autocast_backend._C: facts about this build, this machine and the arguments of
+// a call, for the host side only. The ops are in the same library and register themselves when it
+// is loaded.
 
 // The pybind11 headers that torch 2.11 ships refuse to be included for the stable ABI; this file
 // uses nothing of torch.
@@ -60,8 +60,8 @@ pybind11::dict build_info() {
   return info;
 }
 
-// A plain function of Python's C API: `multi_cast` calls it each time, and pybind11 would only pass
-// its arguments on.
+// A plain function of Python's C API: `multi_cast` calls it each time, and pybind11 would only
+// pass its arguments on.
 PyMethodDef functions[] = {
     {"look_at_tensors",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(smart_autocast::look_at_tensors)),
