@@ -66,8 +66,8 @@ PyMethodDef functions[] = {
     {"look_at_tensors",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(smart_autocast::look_at_tensors)),
      METH_FASTCALL,
-     "look_at_tensors(tensors, types) -> int: 0 if 'tensors' is no list or tuple, or one of them is "
-     "not exactly of one of 'types', a tuple; 2 if one of them requires grad; else 1."},
+     "look_at_tensors(tensors, types) -> int: 0 if 'tensors' is no list or tuple, or one of them "
+     "is not exactly of one of 'types', a tuple; 2 if one of them requires grad; else 1."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
