@@ -68,6 +68,7 @@ class Shared:
     kept_on_cpu: ClassVar[dict[Key, Cast]] = {}  # those of other graphs without gradients
     changes = 0  # counts what makes casts wrong without a trace in the weights a graph has seen
     hits = misses = casts = 0
+    sweep_at = 0  # of `casts`: when to look for those of freed weights
 
 
 @functools.cache
@@ -113,6 +114,22 @@ def all_casts() -> Iterator[tuple[Key, Cast]]:
         yield from casts.items()
 
 
+def forget_dead() -> None:
+    """Drop what is left of the casts of weights that have been freed. That takes a look at all of
+    them, so only each time that as many have been made as there were."""
+    if Shared.casts < Shared.sweep_at:
+        return
+    for known in (*stores(), Shared.kept_on_cpu):
+        for key in [key for key, cast in known.items() if not cast.is_alive()]:
+            del known[key]
+    for key in list(Shared.kept):
+        Shared.kept[key] = [cast for cast in Shared.kept[key] if cast.is_alive()]
+        if not Shared.kept[key]:
+            del Shared.kept[key]
+    left = sum(len(casts) for casts in stores()) + len(Shared.kept) + len(Shared.kept_on_cpu)
+    Shared.sweep_at = Shared.casts + left
+
+
 def clear_weight_cache() -> None:
     """Forgets every cast of a weight; the next call of a compiled graph makes its casts again.
 
@@ -125,6 +142,7 @@ def clear_weight_cache() -> None:
         if contents is not None:
             contents.casts.clear()
             contents.nodes.clear()
+            contents.seen.clear()
         Shared.lasting.clear()
         Shared.kept.clear()
         Shared.kept_on_cpu.clear()

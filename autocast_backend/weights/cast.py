@@ -15,15 +15,14 @@ import functools
 import operator
 import uuid
 import weakref
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch.cuda_graphs import Place
 from .._torch.tensors import has_other_holders
-from .scope import Scope
 
 Key = tuple[int, torch.dtype]
 """A weight, by its id, and the dtype it is cast to."""
@@ -41,10 +40,11 @@ _NAME = "_smart_autocast_name"
 def _identity(weight: Tensor) -> dict[str, Any] | str:
     """What no other tensor has for as long as it is kept; `torch.utils.swap_tensors` swaps it."""
     attributes: dict[str, Any] = _attributes(weight)
-    if all(isinstance(v, (str, int, float, type(None))) for v in attributes.values()):
-        return attributes
-    name: str = attributes.setdefault(_NAME, uuid.uuid4().hex)
-    return name
+    for value in attributes.values():
+        if not isinstance(value, (str, int, float, type(None))):
+            name: str = attributes.setdefault(_NAME, uuid.uuid4().hex)
+            return name
+    return attributes
 
 
 def _is_of(identity: dict[str, Any] | str, weight: Tensor) -> bool:
@@ -82,13 +82,13 @@ class Cast:
         self._layout = (weight.shape, weight.stride())
 
     def is_right(self, weight: Tensor) -> bool:
-        """Whether it is the cast of `weight` as that is now. Asked of one that is alive: its
-        storage is there still, so that no other one is at its address."""
+        """Whether it is the cast of `weight` as that is now."""
         return (
             self._version == _version(weight)  # `torch.utils.swap_tensors` may lower it
             and self._address == _address(weight)
             and self._layout == (weight.shape, weight.stride())
             and _is_of(self._identity, weight)
+            and self.is_alive()  # its storage is there still: no other one is at its address
         )
 
     def is_alive(self) -> bool:
@@ -121,39 +121,49 @@ class Cast:
         )
 
 
-class Seen(NamedTuple):
-    """The weights of a graph's last call: what they must still be for their casts to be right.
+class Seen:
+    """The weights of one call of a graph, and where their casts are: what these must still be for
+    those to be right.
 
-    The same questions as `Cast.is_right`, asked of all weights at once: 0.3 us a weight. Without
-    that for the layout, which Dynamo asks, unless their sizes are dynamic.
-    `changes` counts what makes casts wrong without a trace in these weights.
+    The same questions as `Cast.is_right`, asked of all weights at once. Without that for the
+    layout, which Dynamo asks, unless their sizes are dynamic.
+
+    Args:
+        changes: counts what makes casts wrong without a trace in these weights.
     """
 
-    scope: Scope | None
-    ids: list[int]
-    versions: list[int]
-    addresses: list[int]
-    storages: list[weakref.ref[Any]]
-    identities: list[dict[str, Any] | str]
-    changes: int = -1
+    __slots__ = (
+        "_addresses",
+        "_changes",
+        "_identities",
+        "_ids",
+        "_storages",
+        "_versions",
+        "memories",
+        "recorded",
+    )
 
-    @classmethod
-    def of(cls, weights: list[Tensor], scope: Scope | None) -> Seen:
-        storages = list(map(_storage, weights))
-        versions, addresses = list(map(_version, weights)), list(map(_address, weights))
-        identities = list(map(_identity, weights))
-        return cls(scope, list(map(id, weights)), versions, addresses, storages, identities)
+    def __init__(self, weights: Sequence[Tensor], casts: Sequence[Cast], changes: int) -> None:
+        self._ids = list(map(id, weights))
+        self._versions = [cast._version for cast in casts]
+        self._addresses = [cast._address for cast in casts]
+        self._storages = [cast._storage for cast in casts]
+        self._identities = [cast._identity for cast in casts]
+        self._changes = changes
+        self.memories: Sequence[Any] = [cast.memory for cast in casts]
+        """What holds the casts, without gradients."""
+        self.recorded: Sequence[Any] | None = None
+        """What holds the casts that a call with gradients gets; None until there was one."""
 
-    def holds(self, weights: list[Tensor], scope: Scope | None, changes: int) -> bool:
+    def holds(self, weights: list[Tensor], changes: int) -> bool:
         return (
-            self.scope is scope
-            and self.changes == changes
-            and self.ids == list(map(id, weights))
-            and self.versions == list(map(_version, weights))
-            and self.addresses == list(map(_address, weights))
-            and all([storage() is not None for storage in self.storages])  # noqa: C419  (faster)
+            self._changes == changes
+            and self._ids == list(map(id, weights))
+            and self._versions == list(map(_version, weights))
+            and self._addresses == list(map(_address, weights))
+            and all([storage() is not None for storage in self._storages])  # noqa: C419  (faster)
             and (
-                all(map(operator.is_, self.identities, map(_attributes, weights)))
-                or all(map(_is_of, self.identities, weights))
+                all(map(operator.is_, self._identities, map(_attributes, weights)))
+                or all(map(_is_of, self._identities, weights))
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,18 @@ from .._torch.fake_tensors import makes_fake_tensors
 from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
-from .cache import Shared, fsdp_error, stores, watch_writes
+from .cache import Shared, forget_dead, fsdp_error, stores, watch_writes
 from .cast import Cast, Key, Seen
-from .recorded import traced, traced_alone
+from .recorded import Node, traced, traced_alone
 from .scope import Scope, current_scope
 
 KEPT_BYTES = 512 * 2**10
 """Casts on the CPU from which on new memory costs more than looking after the old. A smaller one
 gets memory that its process has freed before, and the system need not clear new pages for it."""
+
+MOST_SEEN = 1000
+"""Calls that one graph remembers, each with other weights: those of one block after another. What
+is forgotten is found again, more slowly."""
 
 
 class GraphWeights:
@@ -55,7 +60,7 @@ class GraphWeights:
         self._records = any(grads)
         self._lasting = lasting
         self._scoped = scoped
-        self._seen: Seen | None = None
+        self._seen: dict[int, Seen] = {}  # of casts that last, by the first weight
         self._keep_memory = keep_memory
         self._dynamic = dynamic
         watch_writes()
@@ -75,7 +80,6 @@ class GraphWeights:
                 return self.casts(weights, scope)
         if makes_fake_tensors() or is_fake(weights[0]):  # somebody is asking for shapes
             return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
-        grads = self._grads if recording else (False,) * len(weights)
         contents = None if scope is None else scope.contents
         with Shared.lock:
             # What is made while a CUDA graph is captured is computed when that is replayed, each
@@ -83,13 +87,16 @@ class GraphWeights:
             captured = is_captured(weights[0])
             if captured:
                 contents = None
-            nodes: dict[Key, tuple[Cast, Tensor]] = {} if contents is None else contents.nodes
+            nodes: dict[Key, Node] = {} if contents is None else contents.nodes
+            casts: dict[Key, Cast] = {}  # outside of every scope, they last for this call
+            known: dict[Any, Seen] = {}
+            first: Any = id(weights[0])
             if self._lasting and not captured:
-                casts, tie = Shared.lasting, None
-            else:  # outside of every scope, they last for this call
-                casts, tie = ({} if contents is None else contents.casts), scope
-            seen = self._seen
-            if casts and seen is not None and seen.holds(weights, tie, Shared.changes):
+                casts, known = Shared.lasting, self._seen
+            elif contents is not None:
+                casts, known, first = contents.casts, contents.seen, (self, first)
+            seen = known.get(first)
+            if seen is not None and seen.holds(weights, Shared.changes):
                 Shared.hits += len(weights)
             else:
                 # A graph that was compiled before FSDP took its weights over serves after it, too.
@@ -97,17 +104,26 @@ class GraphWeights:
                 if managed and self._lasting:
                     raise fsdp_error(f"a parameter of shape {list(managed[0].shape)}")
                 if managed:  # a shared node would hand gradients over after FSDP has reduced
-                    casts, nodes = {}, {}
-                now = Seen.of(weights, tie)  # before they are read
-                self._make(weights, grads, casts, nodes)
-                seen = now._replace(changes=Shared.changes)
-                self._seen = None if captured or managed or self._dynamic else seen
-            # The regions of a graph that is in no scope are scopes of their own: a node for each.
-            take = traced if self._scoped else traced_alone
-            return [
-                take(w, casts[id(w), d], d, nodes) if grad else casts[id(w), d].memory.cast
-                for w, d, grad in zip(weights, self._dtypes, grads, strict=True)
-            ]
+                    casts, nodes, known = {}, {}, {}
+                found = self._make(weights, recording, casts, nodes)
+                seen = Seen(weights, found, Shared.changes)
+                if not self._dynamic:
+                    if len(known) >= MOST_SEEN:
+                        known.clear()
+                    known[first] = seen
+            holders = seen.recorded if recording else seen.memories
+            if holders is None:
+                # The regions of a graph that is in no scope are scopes of their own: a node each.
+                take = traced if self._scoped else traced_alone
+                holders = [
+                    take(w, casts[id(w), d], d, nodes) if grad else memory
+                    for w, d, grad, memory in zip(
+                        weights, self._dtypes, self._grads, seen.memories, strict=True
+                    )
+                ]
+                if not self._lasting:  # what lasts has other nodes in each scope
+                    seen.recorded = holders
+            return [holder.cast for holder in holders]
 
     @staticmethod
     def passed_over(count: int) -> None:
@@ -117,37 +133,44 @@ class GraphWeights:
     def _make(
         self,
         weights: list[Tensor],
-        grads: Sequence[bool],
+        recording: bool,
         casts: dict[Key, Cast],
-        nodes: dict[Key, tuple[Cast, Tensor]],
-    ) -> None:
+        nodes: dict[Key, Node],
+    ) -> list[Cast]:
+        """The casts of `weights`. What is not in `casts`, or no longer right, is made."""
         if self._records:
             Shared.kept_on_cpu.clear()
-        _forget_dead(casts)
+        forget_dead()
+        grads = self._grads if recording else (False,) * len(weights)
         recorded = recorded_outputs() if Shared.kept else {}
         others = [store for store in stores() if store is not casts]
-        some_memory = bool(casts or Shared.kept or Shared.kept_on_cpu)
+        found: list[Cast] = []
         made: dict[Key, Cast] = {}
         former: dict[Key, Cast] = {}
         apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
         with_nodes: list[tuple[Key, Tensor]] = []
         for weight, dtype, grad in zip(weights, self._dtypes, grads, strict=True):
             key = id(weight), dtype
-            cast = casts.get(key)
-            if key in made:
+            cast = made.get(key)
+            if cast is not None:
+                found.append(cast)
                 continue
+            cast = casts.get(key)
             if cast is not None and cast.is_right(weight):
+                found.append(cast)
                 if self._keep_memory and cast not in Shared.kept.get(key, ()):
                     Shared.kept.setdefault(key, []).append(cast)
                 continue
             if cast is not None:
                 # Other graphs must not find the new cast when the weight is what it was before:
                 # averaged weights are put in its place and taken out again, say.
-                Shared.changes += 1
-                nodes.pop(key, None)  # it holds the memory of the wrong cast
-            made[key] = Cast(weight)
+                Shared.changes += cast.is_alive()
+                if key in nodes:  # it holds the memory of the wrong cast
+                    del nodes.pop(key).cast
+            made[key] = new = Cast(weight)
+            found.append(new)
             memory = None
-            if some_memory:
+            if cast is not None or key in Shared.kept or key in Shared.kept_on_cpu:
                 replaced = _replaceable(key, weight, casts, others, recorded)
                 if replaced is not None:
                     replaced.spoil()  # even if an exception should keep it in its place
@@ -166,14 +189,18 @@ class GraphWeights:
             keys, sources = zip(*run, strict=True)
             for key, node in zip(keys, multi_cast(sources, dtype), strict=True):
                 results[key] = node.detach()
-                nodes[key] = (made[key], node)
+                nodes[key] = Node(made[key], node)
+        # A training graph without CUDA graphs keeps no memory of its own.
+        keeping = bool(former) or self._keep_memory or not self._records
         for key, cast in made.items():
             cast.memory.cast = results[key]
-            casts[key] = cast
-            self._keep(key, cast, former.get(key))
+            if keeping:
+                self._keep(key, cast, former.get(key))
+        casts.update(made)
         Shared.casts += len(made)
         Shared.misses += len(made)
         Shared.hits += len(weights) - len(made)
+        return found
 
     def _keep(self, key: Key, cast: Cast, former: Cast | None) -> None:
         """Have later scopes find the memory of a new cast, in the place of that of `former`."""
@@ -214,17 +241,6 @@ class Parts:
         for places, part in self._parts:
             found.update(zip(places, part.casts([weights[i] for i in places], scope), strict=True))
         return [found[i] for i in range(len(weights))]
-
-
-def _forget_dead(casts: dict[Key, Cast]) -> None:
-    """Drop the casts of weights that have been freed."""
-    for known in (casts, Shared.kept_on_cpu):
-        for key in [key for key, cast in known.items() if not cast.is_alive()]:
-            del known[key]
-    for key in list(Shared.kept):
-        Shared.kept[key] = [cast for cast in Shared.kept[key] if cast.is_alive()]
-        if not Shared.kept[key]:
-            del Shared.kept[key]
 
 
 def _replaceable(

@@ -7,7 +7,8 @@ cache. So a graph is compiled
     casts outside     where autograd records them: in eager mode one cast collects the gradients of
                       all calls in a scope; and with weight_cache="version"
     casts inside      otherwise, at first; with the casts outside as well, once a second call comes
-                      in one scope. Which of the two runs is then foretold by the last scope.
+                      in one scope, with the same weights. Which of the two runs is then foretold by
+                      the last scope.
 
 On the CPU a large cast is always outside: no cache holds it until its reader comes, and outside it
 has memory that is used again.
@@ -171,7 +172,9 @@ class _ByUse:
         self._compile_graph = compile_graph
         self._configs = compile_configs()
         self._scope: Scope | None = None
-        self._uses = self._uses_before = 0
+        # By the first weight: the code of one block may serve many, each with its own.
+        self._uses: dict[int, int] = {}
+        self._uses_before: dict[int, int] = {}
         self._broken: Callable[[Sequence[Any]], str | None] | None = None
 
     def call(self, *args: Any) -> Any:
@@ -181,9 +184,10 @@ class _ByUse:
             # in their order.
             return self._call_inside(scope, args)
         if scope is not self._scope:
-            self._uses_before, self._uses, self._scope = self._uses, 0, scope
-        self._uses += 1
-        if scope is None or max(self._uses, self._uses_before) < USES_THAT_PAY:
+            self._uses_before, self._uses, self._scope = self._uses, {}, scope
+        first = id(args[self._hoisted.weights[0]])
+        uses = self._uses[first] = self._uses.get(first, 0) + 1
+        if scope is None or max(uses, self._uses_before.get(first, 0)) < USES_THAT_PAY:
             return self._call_inside(scope, args)
         outside = self._outside or self._compile()
         if self._broken is not None and self._broken(args):

@@ -28,21 +28,32 @@ class _Traced(torch.autograd.Function):
         return (None if grad is None else grad.to(ctx.dtype)), None
 
 
-def traced(
-    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]]
-) -> Tensor:
+class Node:
+    """A cast as autograd records it. Graphs remember where it is, not the tensor: that is let go
+    as soon as the cast is wrong, and its memory with it.
+
+    Attributes:
+        of: the cast that it is.
+        cast: it, with its way back to the weight.
+    """
+
+    __slots__ = ("cast", "of")
+
+    def __init__(self, of: Cast, cast: Tensor) -> None:
+        self.of = of
+        self.cast = cast
+
+
+def traced(weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Node]) -> Node:
     """The cast with its way back to the weight: the one all graphs of the scope share."""
-    known = nodes.get((id(weight), dtype))
-    if known is not None and known[0] is cast:
-        return known[1]
-    node: Tensor = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
-    nodes[id(weight), dtype] = (cast, node)
+    node = nodes.get((id(weight), dtype))
+    if node is None or node.of is not cast:
+        recorded: Tensor = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
+        node = nodes[id(weight), dtype] = Node(cast, recorded)
     return node
 
 
-def traced_alone(
-    weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, tuple[Cast, Tensor]]
-) -> Tensor:
+def traced_alone(weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Node]) -> Node:
     """The cast with a way back that nobody else will get."""
     node = traced(weight, cast, dtype, nodes)
     del nodes[id(weight), dtype]

@@ -30,13 +30,15 @@ class Contents:
         casts: the casts made in it, by weight and dtype.
         nodes: casts with what autograd traces back to their weight: one for all graphs, so that the
             gradients of all uses add up in the lower precision, as those of eager's cached cast do.
+        seen: what graphs know of their last calls, by graph and first weight.
     """
 
-    __slots__ = ("casts", "nodes")
+    __slots__ = ("casts", "nodes", "seen")
 
     def __init__(self) -> None:
         self.casts: dict[Any, Any] = {}
-        self.nodes: dict[Any, tuple[Any, Tensor]] = {}
+        self.nodes: dict[Any, Any] = {}
+        self.seen: dict[Any, Any] = {}
 
 
 class Scope:

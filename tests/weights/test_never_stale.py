@@ -335,12 +335,13 @@ def test_another_weight_over_the_memory_of_one_that_was_freed(
 def test_a_cast_does_not_keep_the_model_that_attributes_of_a_weight_lead_to() -> None:
     model = nn.Linear(8, 8)
     model.weight.loader = model.forward  # type: ignore[attr-defined]
-    casts = cast.Cast(model.weight), cast.Seen.of([model.weight], None)
+    one = cast.Cast(model.weight)
+    seen = cast.Seen([model.weight], [one], 0)
     freed = weakref.ref(model)
     del model
     gc.collect()
     assert freed() is None
-    del casts
+    del one, seen
 
 
 def test_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:

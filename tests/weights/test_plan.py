@@ -99,6 +99,69 @@ def test_a_step_of_the_optimizer_compiles_nothing() -> None:
     assert compiles == [compiles[0]] * 3
 
 
+def blocks_of_one_code(count: int, **options: Any) -> list[nn.Module]:
+    """As large models are compiled: block by block, all with the code of the first."""
+    counters["stats"].clear()
+    blocks = [make(Plain) for _ in range(count)]
+    for block in blocks:
+        block.compile(**ours(**options))
+    return blocks
+
+
+def test_uses_are_counted_for_each_block() -> None:
+    """Code that runs for several blocks in a scope uses the weights of each once."""
+    blocks, x = blocks_of_one_code(3), data(3, 8)
+
+    def loop(times: int) -> None:
+        with bf16():
+            for _ in range(times):
+                for block in blocks:
+                    block(x)
+
+    with torch.no_grad():
+        assert [casts_made(lambda: loop(1)) for _ in range(3)] == [0, 0, 0]
+        assert counters["stats"]["unique_graphs"] == 1
+        assert [casts_made(lambda: loop(2)) for _ in range(2)] == [12, 12]  # 4 of each block
+        assert casts_made(lambda: loop(1)) == 12  # foretold wrongly
+        assert casts_made(lambda: loop(1)) == 0
+
+
+@pytest.mark.parametrize("weight_cache", ["scope", "version"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_blocks_of_one_code_have_seen_is_remembered_for_each(
+    weight_cache: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each call would look at each cast anew, which takes several times as long."""
+    looked = 0
+    make_casts = graph_weights.GraphWeights._make
+
+    def counted(*args: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return make_casts(*args)
+
+    monkeypatch.setattr(graph_weights.GraphWeights, "_make", counted)
+    blocks, x = blocks_of_one_code(3, weight_cache=weight_cache), data(3, 8)
+    with torch.set_grad_enabled(grad), bf16():
+        for _ in range(5):
+            for block in blocks:
+                block(x)
+    assert looked == 3
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_what_is_seen_of_other_weights_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_weights, "MOST_SEEN", 2)
+    blocks, x = blocks_of_one_code(5, weight_cache="version"), data(3, 8)
+    with torch.no_grad(), bf16():
+        for _ in range(2):
+            for block in blocks:
+                block(x)
+        assert casts_made(lambda: [block(x) for block in blocks]) == 0
+        expected = [make(Plain)(x)] * 5
+        assert_same_bits([block(x) for block in blocks], expected)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_one_call_makes_all_casts(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []

@@ -376,20 +376,23 @@ def test_a_cast_dies_with_its_parameter() -> None:
 
 
 def test_nothing_is_left_of_weights_that_are_freed() -> None:
-    """Not even an empty place, or models that come and go would leave ever more of them."""
+    """Not even an empty place, or models that come and go would leave ever more of them. They are
+    looked for when as many casts have been made as there were, so for a while there may be twice
+    as many places as weights."""
     functions = [lambda w, x: x @ w, lambda w, x: x @ w]
     lasting, scoped = (
         torch.compile(f, **ours(weight_cache=lifetime))
         for f, lifetime in zip(functions, ("version", "scope"), strict=True)
     )
-    x = data(3, 8)
-    for count in (20, 1):
+    x, count = data(3, 8), 20
+    for _ in range(10):
         weights = [nn.Parameter(data(8, 8)) for _ in range(count)]
         with torch.no_grad(), bf16():
             for w in weights:
                 for compiled in (lasting, scoped, scoped):
                     compiled(w, x)
-        assert len(Shared.lasting) == len(Shared.kept_on_cpu) == count
+        places = len(Shared.lasting), len(Shared.kept_on_cpu)
+        assert all(count <= n <= 2 * count for n in places), places
         del w, weights
 
 
