@@ -14,12 +14,13 @@ def managed_by_fsdp(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     It keeps the version counter of a gathered tensor as it was, so new values look like old ones.
     """
-    # Where nobody has imported FSDP2, nothing is managed by it.
+    # Where nobody has imported FSDP2, nothing is managed by it. No import: it would take as long as
+    # a cast, and this is asked whenever casts are made.
     gathered = set()
-    if "torch.distributed.fsdp._fully_shard._fsdp_state" in sys.modules:
-        from torch.distributed._composable_state import _module_state_mapping
-
-        states = [reference() for reference in _module_state_mapping.values()]
+    module = sys.modules.get("torch.distributed._composable_state")
+    mapping = {} if module is None else module._module_state_mapping
+    if mapping:
+        states = [reference() for reference in mapping.values()]
         managed = (p for s in states for group in _groups(s) for p in group.fsdp_params)
         gathered = {id(getattr(p, "_unsharded_param", None)) for p in managed}
     return [t for t in tensors if id(t) in gathered or getattr(t, "_fsdp_flattened", False)]
