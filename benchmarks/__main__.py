@@ -17,6 +17,7 @@ QUESTIONS = (
     "threshold",
     "training",
     "memory",
+    "weights",
     "gpu",
 )
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from autocast_backend import weight_cache_info
-from benchmarks import decode, threshold, training
+from benchmarks import decode, threshold, training, weights
 from benchmarks.answer import Answer
 from benchmarks.harness import compare
 from benchmarks.memory import peak_bytes
@@ -104,3 +104,27 @@ def test_the_threshold_is_judged_by_both_places_of_a_cast(tmp_path, monkeypatch)
         "one call in a context, a cast of 32 MiB",
     ]
     assert len(answer.targets) == 2
+
+
+def test_a_model_compiled_whole_and_block_by_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "LAYERS_IN_BLOCK", 1)
+    arguments = ["--quick", "--rounds", "1", "--out", str(tmp_path)]
+    before = weight_cache_info().casts
+    assert weights.main(arguments, inner="aot_eager") == 0
+    assert weight_cache_info().casts > before
+    sections = Answer.load(tmp_path / "weights.json").sections
+    assert [*sections] == [f"{form}, {mode}" for form in weights.FORMS for mode in weights.MODES]
+    assert {section["weights"] for section in sections.values()} == {8}
+
+
+def test_blocks_of_one_candidate_share_their_code_and_no_other_has_it():
+    torch.compiler.reset()
+    model, x = weights.model_of(2, "cpu"), torch.ones(1, weights.WIDTH)
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    for name in ("stock", "ours"):
+        own = weights.compiled(model, "block by block", name, backend="aot_eager")
+        with torch.no_grad():  # with gradients, the first block alone gets an input without
+            assert torch.equal(own(x), model(x))
+        assert len({block.forward.__code__ for block in own}) == 1
+    assert counters["unique_graphs"] == 2
