@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -66,7 +67,8 @@ class Shared:
     # earlier scopes held the others meanwhile.
     kept: ClassVar[dict[Key, list[Cast]]] = {}
     kept_on_cpu: ClassVar[dict[Key, Cast]] = {}  # those of other graphs without gradients
-    changes = 0  # counts what makes casts wrong without a trace in the weights a graph has seen
+    # Those that make them. They remember what they have seen themselves, the others in the scope.
+    lasting_graphs: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
     hits = misses = casts = 0
     sweep_at = 0  # of `casts`: when to look for those of freed weights
 
@@ -98,7 +100,8 @@ def _written(tensors: Iterable[torch.Tensor]) -> None:
         spoilt = [cast for cast in casts if cast.is_in(written)]
         for cast in spoilt:
             cast.spoil()
-        Shared.changes += bool(spoilt)
+        if spoilt:
+            forget_seen()
 
 
 def stores() -> list[dict[Key, Cast]]:
@@ -112,6 +115,17 @@ def all_casts() -> Iterator[tuple[Key, Cast]]:
     """Every cast that a call may find."""
     for casts in stores():
         yield from casts.items()
+
+
+def forget_seen() -> None:
+    """Have every graph look at each cast anew: some are wrong, or would be once a weight is again
+    what it was, and the weights do not tell. Nor may a graph keep the memory of such casts."""
+    scope = last_scope()
+    contents = None if scope is None else scope.contents
+    if contents is not None:
+        contents.seen.clear()
+    for graph in Shared.lasting_graphs:
+        graph.seen.clear()
 
 
 def forget_dead() -> None:
@@ -142,11 +156,10 @@ def clear_weight_cache() -> None:
         if contents is not None:
             contents.casts.clear()
             contents.nodes.clear()
-            contents.seen.clear()
         Shared.lasting.clear()
         Shared.kept.clear()
         Shared.kept_on_cpu.clear()
-        Shared.changes += 1
+        forget_seen()
 
 
 def weight_cache_info() -> WeightCacheInfo:

@@ -123,18 +123,18 @@ class Cast:
 
 class Seen:
     """The weights of one call of a graph, and where their casts are: what these must still be for
-    those to be right.
+    those to be right. Nobody keeps it beyond what makes casts wrong without a trace in the weights.
 
-    The same questions as `Cast.is_right`, asked of all weights at once. Without that for the
-    layout, which Dynamo asks, unless their sizes are dynamic.
+    The same questions as `Cast.is_right`, without that for the layout, which Dynamo asks, unless
+    sizes are dynamic.
 
-    Args:
-        changes: counts what makes casts wrong without a trace in these weights.
+    Attributes:
+        memories: what holds the casts, without gradients.
+        recorded: what holds those that a call with gradients gets; None until there was one.
     """
 
     __slots__ = (
         "_addresses",
-        "_changes",
         "_identities",
         "_ids",
         "_storages",
@@ -143,27 +143,33 @@ class Seen:
         "recorded",
     )
 
-    def __init__(self, weights: Sequence[Tensor], casts: Sequence[Cast], changes: int) -> None:
+    def __init__(self, weights: Sequence[Tensor], casts: Sequence[Cast]) -> None:
         self._ids = list(map(id, weights))
         self._versions = [cast._version for cast in casts]
         self._addresses = [cast._address for cast in casts]
         self._storages = [cast._storage for cast in casts]
         self._identities = [cast._identity for cast in casts]
-        self._changes = changes
         self.memories: Sequence[Any] = [cast.memory for cast in casts]
-        """What holds the casts, without gradients."""
         self.recorded: Sequence[Any] | None = None
-        """What holds the casts that a call with gradients gets; None until there was one."""
 
-    def holds(self, weights: list[Tensor], changes: int) -> bool:
-        return (
-            self._changes == changes
-            and self._ids == list(map(id, weights))
-            and self._versions == list(map(_version, weights))
-            and self._addresses == list(map(_address, weights))
-            and all([storage() is not None for storage in self._storages])  # noqa: C419  (faster)
-            and (
-                all(map(operator.is_, self._identities, map(_attributes, weights)))
-                or all(map(_is_of, self._identities, weights))
-            )
-        )
+    def holds(self, weights: list[Tensor]) -> bool:
+        if len(weights) != len(self._ids):
+            return False
+        for weight, one, version, address, storage, identity in zip(
+            weights,
+            self._ids,
+            self._versions,
+            self._addresses,
+            self._storages,
+            self._identities,
+            strict=True,
+        ):
+            if (
+                id(weight) != one
+                or _version(weight) != version
+                or storage() is None
+                or _address(weight) != address
+                or not (weight.__dict__ is identity or _is_of(identity, weight))
+            ):
+                return False
+        return True

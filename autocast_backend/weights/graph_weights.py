@@ -14,7 +14,7 @@ from .._torch.fake_tensors import makes_fake_tensors
 from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
-from .cache import Shared, forget_dead, fsdp_error, stores, watch_writes
+from .cache import Shared, forget_dead, forget_seen, fsdp_error, stores, watch_writes
 from .cast import Cast, Key, Seen
 from .recorded import Node, traced, traced_alone
 from .scope import Scope, current_scope
@@ -60,10 +60,13 @@ class GraphWeights:
         self._records = any(grads)
         self._lasting = lasting
         self._scoped = scoped
-        self._seen: dict[int, Seen] = {}  # of casts that last, by the first weight
+        self.seen: dict[Any, Seen] = {}  # where casts last, by the first weight
         self._keep_memory = keep_memory
         self._dynamic = dynamic
         watch_writes()
+        if lasting:
+            with Shared.lock:
+                Shared.lasting_graphs.add(self)
 
     def scope(self) -> Scope | None:
         """The scope that a call of this moment is in."""
@@ -92,11 +95,11 @@ class GraphWeights:
             known: dict[Any, Seen] = {}
             first: Any = id(weights[0])
             if self._lasting and not captured:
-                casts, known = Shared.lasting, self._seen
+                casts, known = Shared.lasting, self.seen
             elif contents is not None:
                 casts, known, first = contents.casts, contents.seen, (self, first)
             seen = known.get(first)
-            if seen is not None and seen.holds(weights, Shared.changes):
+            if seen is not None and seen.holds(weights):
                 Shared.hits += len(weights)
             else:
                 # A graph that was compiled before FSDP took its weights over serves after it, too.
@@ -106,7 +109,7 @@ class GraphWeights:
                 if managed:  # a shared node would hand gradients over after FSDP has reduced
                     casts, nodes, known = {}, {}, {}
                 found = self._make(weights, recording, casts, nodes)
-                seen = Seen(weights, found, Shared.changes)
+                seen = Seen(weights, found)
                 if not self._dynamic:
                     if len(known) >= MOST_SEEN:
                         known.clear()
@@ -164,7 +167,8 @@ class GraphWeights:
             if cast is not None:
                 # Other graphs must not find the new cast when the weight is what it was before:
                 # averaged weights are put in its place and taken out again, say.
-                Shared.changes += cast.is_alive()
+                if cast.is_alive():
+                    forget_seen()
                 if key in nodes:  # it holds the memory of the wrong cast
                     del nodes.pop(key).cast
             made[key] = new = Cast(weight)

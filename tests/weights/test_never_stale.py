@@ -336,7 +336,7 @@ def test_a_cast_does_not_keep_the_model_that_attributes_of_a_weight_lead_to() ->
     model = nn.Linear(8, 8)
     model.weight.loader = model.forward  # type: ignore[attr-defined]
     one = cast.Cast(model.weight)
-    seen = cast.Seen([model.weight], [one], 0)
+    seen = cast.Seen([model.weight], [one])
     freed = weakref.ref(model)
     del model
     gc.collect()
