@@ -338,9 +338,11 @@ def trace_joint_graph(
 def tag_backward(joint: fx.GraphModule) -> None:
     """Tag the nodes of a joint graph, just traced, that came from the backward of an
     `autograd.Function`: they have the metadata of Dynamo's graph of it, where AOTAutograd's tag is
-    missing."""
+    missing. Nodes that were written since (`tensorify_python_scalars`, for numbers that change from
+    call to call) have no metadata but their value; the forward reads some of them."""
     for node in joint.graph.nodes:
-        if node.op == "call_function" and node.meta.get("partitioner_tag") is None:
+        traced = not node.meta.keys() <= {"val"}
+        if traced and node.op == "call_function" and node.meta.get("partitioner_tag") is None:
             node.meta["partitioner_tag"] = "is_backward"
 
 

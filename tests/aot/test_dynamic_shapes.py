@@ -19,6 +19,7 @@ from tests.aot.harness import (
     backward_inside,
     inside_region,
     island,
+    leaves,
     loss_of,
     same_bits,
 )
@@ -179,6 +180,38 @@ def test_a_float_that_became_a_constant_stays_one() -> None:
         return [*evaluated, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     assert_same_bits(step(compile=True), step(compile=False))
+
+
+def scaled(x: torch.Tensor, w: torch.Tensor, number: float) -> Any:
+    return torch.softmax(x @ w * number, -1) + island(x, w) * number, x.sin() + number
+
+
+def scaled_in_place(x: torch.Tensor, w: torch.Tensor, number: float) -> Any:
+    y = x @ w
+    return y.mul_(number).sin() @ w.to(y.dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("function", [scaled, scaled_in_place])
+def test_a_number_that_changes_while_training(function: Any, way: str) -> None:
+    """PyTorch writes the calls that read it anew, as ones that read a tensor, and gives these no
+    tag that says whether they are the forward's."""
+
+    def gradients(**arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            inside_region(function) if way == "region" else function, **arguments
+        )
+        found: list[Any] = []
+        for number, inside in zip((0.3, 0.5, 0.7, 0.9), BACKWARDS, strict=True):
+            given = leaves()
+            with autocast(way == "ambient"):
+                outputs = compiled(*given, number)
+            backward_inside(loss_of(outputs), inside)
+            found.append((outputs, [leaf.grad for leaf in given]))
+        return found
+
+    assert_same_bits(gradients(**AOT_EAGER), gradients(**ORACLE))
 
 
 def test_a_hook_on_a_tensor_of_a_dynamic_size() -> None:
