@@ -205,6 +205,20 @@ def outside_of_function_modes() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+@contextlib.contextmanager
+def function_modes_put_away() -> Iterator[None]:
+    """As Dynamo compiles, which has put into the graph what these modes do: none is on, and
+    subclasses of tensors still have their `__torch_function__`."""
+    from torch._dynamo.utils import get_torch_function_mode_stack, set_torch_function_mode_stack
+
+    before = get_torch_function_mode_stack()
+    set_torch_function_mode_stack([])
+    try:
+        yield
+    finally:
+        set_torch_function_mode_stack(before)
+
+
 def in_function_mode() -> bool:
     """Whether a call of PyTorch's would be given to such a mode."""
     return torch._C._is_torch_function_mode_enabled()
@@ -232,6 +246,7 @@ def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
     with (
         compile_session(),
         outside_of_modes(),
+        function_modes_put_away(),
         outside_of_inference_mode(),
         tracing(TracingContext(fake_mode_of(inputs))),
         get_metrics_context(),

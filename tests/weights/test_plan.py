@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -547,6 +548,23 @@ def test_both_graphs_give_the_same_bits() -> None:
     with bf16(), torch.no_grad():
         results = [compiled(x) for _ in range(3)]
         assert_same_bits(results, [eager(x)] * 3)
+
+
+class Halves(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function is nn.functional.linear else result
+
+
+def test_the_second_compilation_is_outside_of_function_modes() -> None:
+    """Dynamo has written into the graph what a mode does. Traced again inside of the mode, it would
+    be done twice."""
+    model, x = make(), data(3, 8)
+    compiled = torch.compile(model, **ours())
+    with bf16(), torch.no_grad(), Halves():
+        assert_same_bits([compiled(x) for _ in range(3)], [model(x)] * 3)
 
 
 @pytest.mark.slow
