@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .dynamo import compile_session, counters, timed
-from .fake_tensors import fake_mode_of
+from .fake_tensors import fake_mode_of, numbers_as_first_traced
 from .higher_order import gradients_as_eager
 from .hooks import unpacking_noted
 from .patches import replaced
@@ -332,6 +332,7 @@ def trace_joint_graph(
         stack.enter_context(metadata_kept())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
+        stack.enter_context(numbers_as_first_traced(inputs))
         stack.enter_context(
             config.patch(
                 backward_pass_autocast=backward_autocast,

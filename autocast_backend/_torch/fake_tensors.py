@@ -103,6 +103,41 @@ def fake_inputs(inputs: Iterable[Any]) -> list[Any]:
     return [fake(value) for value in inputs]
 
 
+@contextlib.contextmanager
+def numbers_as_first_traced(inputs: Iterable[Any]) -> Iterator[None]:
+    """Trace a graph of these fake inputs once more as it was traced first. Of Python numbers that
+    change from call to call PyTorch makes tensors where it can, and constants elsewhere, for this
+    graph: once it has written it (`tensorify_python_scalars`). Dynamo guards on these. Constants
+    everywhere would be another graph, and one that PyTorch wants Dynamo to capture anew."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    mode = fake_mode_of(inputs)
+    env = None if mode is None else mode.shape_env
+    known = {} if env is None else env.replacements
+    constants = {s: value for s, value in known.items() if symbol_is_type(s, SymT.FLOAT)}
+    if env is None or not constants:
+        yield
+        return
+    guards = len(env.guards)
+    for symbol in constants:
+        del env.replacements[symbol]
+    _forget_replaced(env)
+    try:
+        yield
+    finally:
+        env.replacements.update(constants)
+        _forget_replaced(env)
+        new = [g for g in env.guards[guards:] if g.expr.xreplace(constants) != True]  # noqa: E712
+        env.guards[guards:] = new
+
+
+def _forget_replaced(env: Any) -> None:
+    """Have a shape environment look up again what it has replaced in expressions."""
+    if hasattr(env, "_replacements_version_counter"):  # since torch 2.12 or 2.13
+        env._replacements_version_counter += 1
+    env._update_version_counter()
+
+
 def fake_like(fake: Any, real: Any) -> Any:
     """`fake` with the strides of `real`, which a compiled forward may have chosen itself; where
     there is no fake, one of `real`'s sizes."""

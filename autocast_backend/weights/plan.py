@@ -25,6 +25,7 @@ from torch import fx
 from .. import _logging
 from .._torch.aot import compiling_again
 from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
+from .._torch.fake_tensors import numbers_as_first_traced
 from .._torch.hooks import saved_tensor_hooks_are_on
 from ..guards import ShapeGuards
 from ..reports.report import Report, WeightCast
@@ -208,7 +209,8 @@ class _ByUse:
                 len(hoisted.weights),
             )
             guards = ShapeGuards(hoisted.inputs)
-            code = self._compile_graph(hoisted.graph_module, hoisted.inputs)
+            with numbers_as_first_traced(hoisted.inputs):
+                code = self._compile_graph(hoisted.graph_module, hoisted.inputs)
             self._broken = guards.check(hoisted.arguments)
             self._outside = _Outside(hoisted, self._weights, code)
             return self._outside

@@ -191,8 +191,13 @@ def scaled_in_place(x: torch.Tensor, w: torch.Tensor, number: float) -> Any:
     return y.mul_(number).sin() @ w.to(y.dtype)
 
 
+def clipped(x: torch.Tensor, w: torch.Tensor, number: float) -> Any:
+    """Where `clamp` reads the number, it becomes a constant, and nowhere else."""
+    return (x @ w).clamp(-number, number) * number, island(x, w) * (1 + number)
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("function", [scaled, scaled_in_place])
+@pytest.mark.parametrize("function", [scaled, scaled_in_place, clipped])
 def test_a_number_that_changes_while_training(function: Any, way: str) -> None:
     """PyTorch writes the calls that read it anew, as ones that read a tensor, and gives these no
     tag that says whether they are the forward's."""
@@ -212,6 +217,22 @@ def test_a_number_that_changes_while_training(function: Any, way: str) -> None:
         return found
 
     assert_same_bits(gradients(**AOT_EAGER), gradients(**ORACLE))
+
+
+@pytest.mark.parametrize("function", [scaled, scaled_in_place, clipped])
+def test_a_number_that_changes_between_calls_of_a_scope(function: Any) -> None:
+    """The second call of each scope is that of a graph compiled again."""
+
+    def outputs(**arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        compiled = torch.compile(function, **arguments)
+        given, found = leaves(), []
+        for number in (0.3, 0.5, 0.7):
+            with torch.no_grad(), autocast(True):
+                found += [compiled(*given, number) for _ in range(2)]
+        return found
+
+    assert_same_bits(outputs(**AOT_EAGER), outputs(**ORACLE))
 
 
 def test_a_hook_on_a_tensor_of_a_dynamic_size() -> None:
