@@ -163,6 +163,17 @@ def symbol_of(size: Any) -> Any | None:
     return expression if getattr(expression, "is_Symbol", False) else None
 
 
+def size_expression(value: Any) -> Any | None:
+    """The expression of an integer that hangs on dynamic sizes of inputs alone; None for others."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    if not isinstance(value, torch.SymInt):
+        return None
+    symbols = value.node.expr.free_symbols
+    known = symbols and all(symbol_is_type(symbol, SymT.SIZE) for symbol in symbols)
+    return value.node.expr if known else None
+
+
 def symbol_key(symbol: Any) -> str:
     """A SymInt, SymFloat or SymBool as its expression and the value it had when it was traced; the
     hint, because which kernel an op picks may hang on it."""

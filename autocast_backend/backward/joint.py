@@ -31,6 +31,7 @@ from .._torch.aot import (
     run_and_save_rng_state,
     written_in_forward,
 )
+from .._torch.fake_tensors import size_expression
 from .._torch.hooks import unpacking_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of
@@ -166,15 +167,23 @@ def extract_backward(
             again.
     """
     numbering = Numbering()
-    first_joint, names = write_out(reference.graph_module)
+    first_joint, nodes = write_out(reference.graph_module)
     known = numbering.of(first_joint)
     graph = fx.Graph()
     inputs: dict[str, fx.Node] = {}
+    names: dict[str, fx.Node] = {}
+    sizes: dict[Any, fx.Node] = {}
     for placeholder in partitioned.graph.find_nodes(op="placeholder"):
         inputs[placeholder.name] = copy = graph.placeholder(placeholder.name)
-        source = names.get(placeholder.name)
+        size = size_expression(placeholder.meta.get("val"))
+        if size is not None:
+            sizes[size] = copy
+        source = nodes.get(placeholder.name)
+        if source is not None and size not in (None, size_expression(source.meta.get("val"))):
+            source = None  # it has the name of another size
         if source is not None:
             _check_same(placeholder, source)
+            names[placeholder.name] = source
         copy.meta = dict(placeholder.meta if source is None else source.meta)
     unpacked: dict[int, fx.Node | None] = {}
     stands_for: dict[int, int] = {}
@@ -185,9 +194,9 @@ def extract_backward(
         copies = {p: inputs[p.name] for p in unpacking.module.graph.find_nodes(op="placeholder")}
         graph.graph_copy(unpacking.module.graph, copies)
         for name, node in unpacking.results.items():
-            unpacked[known[names[name]]] = copies[node] if node else None
+            unpacked[known[nodes[name]]] = copies[node] if node else None
             if node:
-                stands_for[numbers[node]] = known[names[name]]
+                stands_for[numbers[node]] = known[nodes[name]]
     saved = {name: known[names[name]] for name in inputs if name in names}
     saved = {name: number for name, number in saved.items() if number not in unpacked}
     values = {number: inputs[name] for name, number in saved.items()}
@@ -215,6 +224,10 @@ def extract_backward(
 
     module = joint.graph_module
     numbers = numbering.of(module)
+    for node, number in numbers.items():
+        # Of calls that give one size, now one and now another is traced first, and stands for all.
+        if number not in values and (size := size_expression(node.meta.get("val"))) in sizes:
+            values[number] = sizes[size]
     outputs = pytree.arg_tree_leaves(*module.graph.output_node().args)
     gradients = outputs[joint.num_forward_outputs :]
     for node in _needed(module, gradients, numbers, values.keys(), drawn.keys()):

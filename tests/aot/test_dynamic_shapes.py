@@ -258,3 +258,34 @@ def test_a_hook_on_a_tensor_of_a_dynamic_size() -> None:
         return [*outputs, model.a.weight.grad, model.a.bias.grad]
 
     assert_same_bits(step(compile=True), step(compile=False))
+
+
+@pytest.mark.parametrize("ambient", [False, True])
+def test_a_size_that_several_calls_give(ambient: bool) -> None:
+    """Which of the forward's calls stands for it in a joint graph is another one in the first trace
+    than in later ones."""
+
+    class WritesToAView(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            z = y.view(-1)
+            z.mul_(0.5)
+            return z.view_as(y)
+
+    def gradients(**arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = WritesToAView()
+        compiled = torch.compile(model, dynamic=True, **arguments)
+        for size in ((2, 8, 3), (3, 8, 5)):
+            x = torch.randn(*size).transpose(1, 2)
+            with autocast(ambient):
+                y = compiled(x)
+            backward_inside(loss_of(y), True)
+        return [p.grad for p in model.parameters()]
+
+    assert_same_bits(gradients(**AOT_EAGER), gradients(**ORACLE))
