@@ -25,7 +25,7 @@ from ._torch.dynamo import (
     timed,
     without_disable,
 )
-from ._torch.fake_tensors import fake_inputs
+from ._torch.fake_tensors import changing_numbers, fake_inputs
 from ._torch.kernels import kernels_opened
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
@@ -151,7 +151,8 @@ def _compile(
                 region = _region(module, inputs, inner, parsed, context.ambient)
                 stack.enter_context(training_graphs(region.follow_autocast))
                 stack.enter_context(backward_traced_off(region.keep_in_backward))
-            stack.enter_context(own_cache_entries())
+            values = [node.meta.get("example_value") for node in nodes_of(module)]
+            stack.enter_context(own_cache_entries(changing_numbers(values)))
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

@@ -225,6 +225,29 @@ def test_what_stock_left_in_the_caches_is_not_ours(unfilled: Path, run: Run) -> 
     assert run(unfilled, AFTER_STOCK) is True
 
 
+CHANGING_NUMBER = """
+import json, torch
+
+def model(x, y, number):
+    return (x @ y).clamp(-number, number) * number
+
+compiled = torch.compile(model, backend="smart_autocast")
+found = []
+for grad in (False, True):
+    x = torch.ones(4, 4, requires_grad=grad)
+    for number in (1.0, 1.5, 2.0, 2.5):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(compiled(x, torch.ones(4, 4), number).max().item())
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_number_that_became_a_constant_is_another_entry(unfilled: Path, run: Run) -> None:
+    """Stock finds the code for another number: 2 * 1.5, and 1.5 * 1."""
+    assert run(unfilled, CHANGING_NUMBER) == [1.0, 2.25, 4.0, 6.25] * 2
+
+
 BACKWARD_AFTER_STOCK = """
 import contextlib, json, torch
 from torch import nn

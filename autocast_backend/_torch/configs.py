@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -46,14 +46,21 @@ def backward_traced_off(
     )
 
 
-def own_cache_entries() -> contextlib.AbstractContextManager[Any]:
+def own_cache_entries(numbers: Sequence[str] = ()) -> contextlib.AbstractContextManager[Any]:
     """Keep what is compiled meanwhile apart from what stock, or another version of this package,
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
     graphs, nor of kernels that are opened (kernels.py), nor of the autocast state: stock compiles a
     backward under the one it meets, and a pattern of Inductor's, traced again under it, may end in
-    code that mixes dtypes."""
+    code that mixes dtypes.
+
+    Args:
+        numbers: those that Dynamo takes for changing, with their values at this moment. Calls that
+            cannot read them from a tensor have them as constants, and stock's keys do not tell
+            entries with one constant from those with another (torch 2.13).
+    """
     config: Any = torch.compiler.config
-    return config.patch(cache_key_tag=f"{config.cache_key_tag} smart_autocast {made_with()}")
+    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *numbers])
+    return config.patch(cache_key_tag=tag)
 
 
 @functools.cache

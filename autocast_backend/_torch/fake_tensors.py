@@ -113,12 +113,11 @@ def numbers_as_first_traced(inputs: Iterable[Any]) -> Iterator[None]:
 
     mode = fake_mode_of(inputs)
     env = None if mode is None else mode.shape_env
-    known = {} if env is None else env.replacements
-    constants = {s: value for s, value in known.items() if symbol_is_type(s, SymT.FLOAT)}
-    if env is None or not constants:
+    if env is None:
         yield
         return
-    guards = len(env.guards)
+    known = [guard.expr for guard in env.guards]
+    constants = {s: v for s, v in env.replacements.items() if symbol_is_type(s, SymT.FLOAT)}
     for symbol in constants:
         del env.replacements[symbol]
     _forget_replaced(env)
@@ -127,8 +126,9 @@ def numbers_as_first_traced(inputs: Iterable[Any]) -> Iterator[None]:
     finally:
         env.replacements.update(constants)
         _forget_replaced(env)
-        new = [g for g in env.guards[guards:] if g.expr.xreplace(constants) != True]  # noqa: E712
-        env.guards[guards:] = new
+        # What has been guarded on before is written down once more.
+        new = [guard for guard in env.guards[len(known) :] if guard.expr not in known]
+        env.guards[len(known) :] = [g for g in new if g.expr.xreplace(constants) != True]  # noqa: E712
 
 
 def _forget_replaced(env: Any) -> None:
@@ -178,3 +178,9 @@ def symbol_key(symbol: Any) -> str:
     """A SymInt, SymFloat or SymBool as its expression and the value it had when it was traced; the
     hint, because which kernel an op picks may hang on it."""
     return f"{symbol.node.expr}={symbol.node._hint}"
+
+
+def changing_numbers(values: Iterable[Any]) -> list[str]:
+    """The Python numbers among example values that Dynamo takes for changing, with the values that
+    they were traced with."""
+    return sorted({symbol_key(v) for v in values if isinstance(v, torch.SymFloat)})
