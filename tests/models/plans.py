@@ -14,12 +14,16 @@ from .blocks import BLOCKS, BREAKS
 from .surroundings import (
     AROUND,
     Around,
+    ByObject,
+    Caught,
     Checkpointed,
     Decorated,
     Disabled,
+    Expanded,
     InBfloat16,
     InFloat16,
     InFullPrecision,
+    InMode,
     InPieces,
     OnDevice,
     Reentrantly,
@@ -27,7 +31,9 @@ from .surroundings import (
     Twice,
     Uncached,
     WithGradientPenalty,
+    WithPullback,
     WithSavedTensorHooks,
+    WithTangent,
 )
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -38,13 +44,23 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 COMPILED = ("model", "in place", "each block", "some blocks", "loss", "forward", "step")
 READS_STATE = {"regions_inside", "decorated", "state_set_by_hand", "asks_the_state", "custom_fwd"}
-CUT_OFF = {Disabled, OnDevice, WithSavedTensorHooks}  # Dynamo makes graphs of their own
-OWN_REGIONS = {InFloat16, InBfloat16, Uncached, InFullPrecision, Decorated, Disabled}
+# Dynamo makes graphs of their own.
+CUT_OFF = {Caught, Disabled, InMode, OnDevice, WithSavedTensorHooks}
+OWN_REGIONS = {
+    ByObject,
+    Caught,
+    Decorated,
+    Disabled,
+    InBfloat16,
+    InFloat16,
+    InFullPrecision,
+    Uncached,
+}
 # Dynamo refuses a checkpoint that writes to buffers or holds a `cond`. PyTorch refuses saved-tensor
 # hooks around `torch.func.grad`, and torch 2.11 all later ones as well, once it has.
 CHECKPOINTS = {Checkpointed, SelectivelyCheckpointed, Reentrantly}
 NOT_CHECKPOINTED = {"batch_norm", "condition", "counted"}
-TRANSFORMED = {"inner_gradient", WithGradientPenalty}
+TRANSFORMED = {"inner_gradient", WithGradientPenalty, WithPullback, WithTangent}
 
 Block = tuple[str, tuple[type[Around], ...]]
 """What is built, and what stands around it, from the outside in."""
@@ -71,6 +87,7 @@ class Plan:
         captures: Dynamo traces over numbers and sizes that depend on data.
         hooks: on parameters, on a module, or such as change weights while backward runs.
         noncontiguous: inputs are transposed.
+        steady: so many calls have one number, where a block has one that changes.
     """
 
     blocks: tuple[Block, ...]
@@ -95,6 +112,7 @@ class Plan:
     ddp: bool = False
     hooks: str = "none"
     noncontiguous: bool = False
+    steady: int = 1
 
     def in_parts(self) -> bool:
         """Whether more than one graph may read what a block is given."""
@@ -140,8 +158,10 @@ def random_plan(seed: int) -> Plan:
         never = CHECKPOINTS if name in NOT_CHECKPOINTED else set()
         if TRANSFORMED & {name, *around}:
             never = CHECKPOINTS | {WithSavedTensorHooks}
-        never = never | {Twice, InPieces} if name in BREAKS else never
+        never = never | {Twice, InPieces, Expanded} if name in BREAKS else never
         blocks.append((name, tuple(a for a in around if a not in never)))
+    if pick.random() < 0.1:  # all with the code of one, where each is compiled
+        blocks = [blocks[0]] * pick.randint(2, 4)
     sizes = [(pick.randint(1, 4), pick.randint(2, 6)) for _ in range(pick.choice([1, 1, 2, 3]))]
     steps: list[Step] = []
     for _ in range(pick.randint(1, 4)):
@@ -188,6 +208,7 @@ def random_plan(seed: int) -> Plan:
             ddp=pick.random() < 0.1,
             hooks=pick.choices(["none", "post accumulate", "parameter", "module"], (8, 1, 1, 1))[0],
             noncontiguous=pick.random() < 0.15,
+            steady=pick.choice([1, 2, 3]),
         )
     )
 

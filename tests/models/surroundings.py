@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
@@ -164,6 +167,140 @@ class LowWeights(Around):
         super().__init__(inner.bfloat16(), apart)
 
 
+class WithNumber(Around):
+    """A Python number that changes from call to call, as schedules have it."""
+
+    number = 1.0
+
+    def around(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.number) / (1 + self.number)
+
+
+class Clipped(WithNumber):
+    """`clamp` takes no tensor for its number here, so PyTorch makes a constant of it."""
+
+    def around(self, x: Tensor) -> Tensor:
+        return self.inner(x).clamp(-self.number, 1 + self.number) * self.number
+
+
+class Interpolated(WithNumber):
+    def around(self, x: Tensor) -> Tensor:
+        return torch.lerp(self.inner(x).to(x.dtype), x, self.number) + max(self.number, 0.5)
+
+
+class _HalvesProducts(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function in (torch.matmul, nn.functional.linear) else result
+
+
+class InMode(Around):
+    def around(self, x: Tensor) -> Tensor:
+        with _HalvesProducts():
+            return self.inner(x)
+
+
+class WithTeacher(Around):
+    """A frozen copy of the block, which follows it by writes in the graph."""
+
+    def __init__(self, inner: nn.Module, apart: bool) -> None:
+        super().__init__(inner, apart)
+        self.teacher = copy.deepcopy(inner).requires_grad_(False)
+
+    def around(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.training:
+                pairs = zip(self.teacher.parameters(), self.inner.parameters(), strict=True)
+                for slow, fast in pairs:
+                    slow.mul_(0.9).add_(fast.to(slow.dtype), alpha=0.1)
+            y = self.teacher(x)
+        return self.inner(x) + y
+
+
+class _Squashed(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w * 0.5 + w.detach().tanh()
+
+
+class Parametrized(Around):
+    def __init__(self, inner: nn.Module, apart: bool) -> None:
+        super().__init__(inner, apart)
+        for module in [*inner.modules()]:
+            if type(module) is nn.Linear:
+                parametrize.register_parametrization(module, "weight", _Squashed())
+
+
+class ByObject(Around):
+    """A context that is made once, and entered in each call."""
+
+    def __init__(self, inner: nn.Module, apart: bool) -> None:
+        super().__init__(inner, apart)
+        self.context = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def around(self, x: Tensor) -> Tensor:
+        with self.context:
+            return self.inner(x)
+
+
+class WithTangent(Around):
+    def around(self, x: Tensor) -> Tensor:
+        y, tangent = torch.func.jvp(self.inner, (x,), (x * 0.5,))
+        return y + tangent
+
+
+class WithPullback(Around):
+    def around(self, x: Tensor) -> Tensor:
+        y, pull = torch.func.vjp(self.inner, x)
+        return y + pull(torch.ones_like(y))[0]
+
+
+class Caught(Around):
+    """An exception leaves a region."""
+
+    def around(self, x: Tensor) -> Tensor:
+        try:
+            with torch.autocast("cpu", dtype=torch.float16):
+                y = self.inner(x)
+                if y.shape[0] != 2:
+                    raise ValueError("another size")
+                return y
+        except ValueError:
+            return self.inner(x) * 2
+
+
+class Stashed(Around):
+    """What the block gives is left in an attribute."""
+
+    def around(self, x: Tensor) -> Tensor:
+        self.left = {"y": self.inner(x), "x": x}
+        return self.left["y"] + self.left["x"][:1]
+
+
+class WrittenOver(Around):
+    def around(self, x: Tensor) -> Tensor:
+        y = self.inner(x).clone()
+        y[:, 0].mul_(0.5)
+        y += x
+        return y.relu_()
+
+
+class Expanded(Around):
+    def around(self, x: Tensor) -> Tensor:
+        return self.inner(x[:1].expand_as(x)) + self.inner(x.flip(1))
+
+
+class WithPenalty(Around):
+    """The block's own parameters are read beside it, without a cast."""
+
+    def around(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        for p in self.inner.parameters():
+            y = y + p.square().mean()
+        return y
+
+
 AROUND: dict[type[Around], int] = {  # how often
     Checkpointed: 4,
     SelectivelyCheckpointed: 2,
@@ -186,4 +323,18 @@ AROUND: dict[type[Around], int] = {  # how often
     Recorded: 1,
     WithHooks: 2,
     LowWeights: 1,
+    WithNumber: 2,
+    Clipped: 2,
+    Interpolated: 1,
+    InMode: 1,
+    WithTeacher: 1,
+    Parametrized: 1,
+    ByObject: 1,
+    WithTangent: 1,
+    WithPullback: 1,
+    Caught: 1,
+    Stashed: 1,
+    WrittenOver: 1,
+    Expanded: 1,
+    WithPenalty: 1,
 }

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .blocks import BLOCKS, SIZE
 from .plans import OPTIMIZERS, Block, Plan
-from .surroundings import Around
+from .surroundings import Around, WithNumber
 
 Compile = Callable[[Any], Any]
 """What stands for `torch.compile`; for the oracle, what gives its argument back."""
@@ -85,6 +85,7 @@ class Training:
         self.optimizer = OPTIMIZERS[plan.optimizer](self.parameters)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=plan.scaled)
         self.generator = torch.Generator().manual_seed(1)
+        self.batches = 0
         self.run: Any = model
         if plan.ddp:
             self.run = DistributedDataParallel(
@@ -131,6 +132,10 @@ class Training:
 
     def batch(self, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         plan = self.plan
+        self.batches += 1
+        for module in self.model.modules():
+            if isinstance(module, WithNumber):
+                module.number = 1.0 / (1 + self.batches // plan.steady)
         x = torch.randn(*size, SIZE, generator=self.generator).to(plan.input_dtype)
         if plan.noncontiguous:
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
