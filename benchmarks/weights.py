@@ -99,7 +99,9 @@ def measure(
             name: sampler(call_of(compiled(model, form, name, **arguments), x, mode))
             for name, arguments in candidates(inner).items()
         }
-        around = torch.autocast(device, dtype=torch.bfloat16, enabled=mode == "one context")
+        # None for the others: within another context, even one that is off, casts outlive theirs.
+        one = torch.autocast(device, dtype=torch.bfloat16)
+        around = one if mode == "one context" else nullcontext()
         with torch.set_grad_enabled(mode == "training step"), around:
             samples = interleave(samplers, rounds=rounds, warmup=3, seed=seed)
     finally:

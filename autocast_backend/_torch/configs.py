@@ -56,7 +56,7 @@ def own_cache_entries(numbers: Sequence[str] = ()) -> contextlib.AbstractContext
     Args:
         numbers: those that Dynamo takes for changing, with their values at this moment. Calls that
             cannot read them from a tensor have them as constants, and stock's keys do not tell
-            entries with one constant from those with another (torch 2.13).
+            entries with one constant from those with another (PyTorch #194976, #197889).
     """
     config: Any = torch.compiler.config
     tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *numbers])

@@ -109,9 +109,20 @@ def test_the_threshold_is_judged_by_both_places_of_a_cast(tmp_path, monkeypatch)
 def test_a_model_compiled_whole_and_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "LAYERS_IN_BLOCK", 1)
     arguments = ["--quick", "--rounds", "1", "--out", str(tmp_path)]
-    before = weight_cache_info().casts
+    casts = {}
+
+    def measure(form, mode, **settings):
+        before = weight_cache_info().casts
+        measured = weights_measure(form, mode, **settings)
+        casts[form, mode] = weight_cache_info().casts - before
+        return measured
+
+    weights_measure = weights.measure
+    monkeypatch.setattr(weights, "measure", measure)
     assert weights.main(arguments, inner="aot_eager") == 0
-    assert weight_cache_info().casts > before
+    for form in weights.FORMS:  # of 8 weights, in 4 calls, by the candidates "scope" and "version"
+        found = [casts[form, mode] for mode in weights.MODES]
+        assert found == [8 + 8, 0 + 8, 4 * 8 + 8]
     sections = Answer.load(tmp_path / "weights.json").sections
     assert [*sections] == [f"{form}, {mode}" for form in weights.FORMS for mode in weights.MODES]
     assert {section["weights"] for section in sections.values()} == {8}
