@@ -69,31 +69,42 @@ class Cast:
     """The cast of one weight, and what shows that it is still right.
 
     It is freed by C code alone, because a scope may end inside of ATen's lock (see `scope.Scope`).
+
+    Args:
+        watched: free the cast with its weight; not needed where the cast keeps the weight, as its
+            way back for autograd does.
     """
 
     __slots__ = ("_address", "_identity", "_layout", "_storage", "_version", "memory")
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, watched: bool = True) -> None:
         self.memory = _Memory()
         self._version: int | None = _version(weight)
         self._address = _address(weight)
         self._identity = _identity(weight)
-        self._storage = _storage(weight, functools.partial(setattr, self.memory, "cast"))
-        self._layout = (weight.shape, weight.stride())
+        freed = functools.partial(setattr, self.memory, "cast") if watched else None
+        self._storage = _storage(weight, freed)
+        # No tuples where none are needed: Python's garbage collector runs by how many there are.
+        self._layout = None if weight.is_contiguous() else (weight.shape, weight.stride())
 
     def is_right(self, weight: Tensor) -> bool:
         """Whether it is the cast of `weight` as that is now."""
         return (
             self._version == _version(weight)  # `torch.utils.swap_tensors` may lower it
             and self._address == _address(weight)
-            and self._layout == (weight.shape, weight.stride())
             and _is_of(self._identity, weight)
             and self.is_alive()  # its storage is there still: no other one is at its address
+            and self._has_layout_of(weight)
         )
+
+    def _has_layout_of(self, weight: Tensor) -> bool:
+        if self._layout is not None:
+            return self._layout == (weight.shape, weight.stride())
+        return weight.is_contiguous() and weight.shape == self.memory.cast.shape
 
     def is_alive(self) -> bool:
         """Whether its weight has not been freed."""
-        return isinstance(getattr(self.memory, "cast", None), Tensor)
+        return self._storage() is not None
 
     def is_in(self, storages: set[int]) -> bool:
         """Whether the memory of its weight is one of `storages`, given by their `_cdata`."""
@@ -129,8 +140,9 @@ class Seen:
     sizes are dynamic.
 
     Attributes:
-        memories: what holds the casts, without gradients.
+        memories: what holds the casts.
         recorded: what holds those that a call with gradients gets; None until there was one.
+        unrecorded: the same of a call without.
     """
 
     __slots__ = (
@@ -141,6 +153,7 @@ class Seen:
         "_versions",
         "memories",
         "recorded",
+        "unrecorded",
     )
 
     def __init__(self, weights: Sequence[Tensor], casts: Sequence[Cast]) -> None:
@@ -151,6 +164,7 @@ class Seen:
         self._identities = [cast._identity for cast in casts]
         self.memories: Sequence[Any] = [cast.memory for cast in casts]
         self.recorded: Sequence[Any] | None = None
+        self.unrecorded: Sequence[Any] | None = None
 
     def holds(self, weights: list[Tensor]) -> bool:
         if len(weights) != len(self._ids):

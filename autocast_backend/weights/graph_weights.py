@@ -16,7 +16,7 @@ from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
 from .cache import Shared, forget_dead, forget_seen, fsdp_error, stores, watch_writes
 from .cast import Cast, Key, Seen
-from .recorded import Node, traced, traced_alone
+from .recorded import Node, traced, traced_alone, untraced
 from .scope import Scope, current_scope
 
 KEPT_BYTES = 512 * 2**10
@@ -108,24 +108,27 @@ class GraphWeights:
                     raise fsdp_error(f"a parameter of shape {list(managed[0].shape)}")
                 if managed:  # a shared node would hand gradients over after FSDP has reduced
                     casts, nodes, known = {}, {}, {}
+                seen = None  # it may hold casts that are wrong
                 found = self._make(weights, recording, casts, nodes)
                 seen = Seen(weights, found)
                 if not self._dynamic:
                     if len(known) >= MOST_SEEN:
                         known.clear()
                     known[first] = seen
-            holders = seen.recorded if recording else seen.memories
-            if holders is None:
+            holders = seen.recorded if recording else seen.unrecorded
+            if holders is None and recording:
                 # The regions of a graph that is in no scope are scopes of their own: a node each.
                 take = traced if self._scoped else traced_alone
                 holders = [
-                    take(w, casts[id(w), d], d, nodes) if grad else memory
+                    take(w, casts[id(w), d], d, nodes) if grad else untraced(memory)
                     for w, d, grad, memory in zip(
                         weights, self._dtypes, self._grads, seen.memories, strict=True
                     )
                 ]
                 if not self._lasting:  # what lasts has other nodes in each scope
                     seen.recorded = holders
+            elif holders is None:
+                holders = seen.unrecorded = list(map(untraced, seen.memories))
             return [holder.cast for holder in holders]
 
     @staticmethod
@@ -147,6 +150,8 @@ class GraphWeights:
         grads = self._grads if recording else (False,) * len(weights)
         recorded = recorded_outputs() if Shared.kept else {}
         others = [store for store in stores() if store is not casts]
+        # What graphs of a scope share is kept as autograd records it, which keeps its weight, too.
+        with_gradients = self._scoped and not self._lasting and not self._keep_memory
         found: list[Cast] = []
         made: dict[Key, Cast] = {}
         former: dict[Key, Cast] = {}
@@ -171,7 +176,7 @@ class GraphWeights:
                     forget_seen()
                 if key in nodes:  # it holds the memory of the wrong cast
                     del nodes.pop(key).cast
-            made[key] = new = Cast(weight)
+            made[key] = new = Cast(weight, watched=not (grad and with_gradients))
             found.append(new)
             memory = None
             if cast is not None or key in Shared.kept or key in Shared.kept_on_cpu:
@@ -180,6 +185,7 @@ class GraphWeights:
                     replaced.spoil()  # even if an exception should keep it in its place
                     former[key] = replaced
                     memory = replaced.memory.cast
+                    memory = memory.detach() if memory.requires_grad else memory
             if grad and memory is None:
                 with_nodes.append((key, weight))
             else:
@@ -192,8 +198,9 @@ class GraphWeights:
         for dtype, run in itertools.groupby(with_nodes, key=lambda one: one[0][1]):
             keys, sources = zip(*run, strict=True)
             for key, node in zip(keys, multi_cast(sources, dtype), strict=True):
-                results[key] = node.detach()
-                nodes[key] = Node(made[key], node)
+                results[key] = node if with_gradients else node.detach()
+                if not with_gradients:
+                    nodes[key] = Node(made[key], node)
         # A training graph without CUDA graphs keeps no memory of its own.
         keeping = bool(former) or self._keep_memory or not self._records
         for key, cast in made.items():

@@ -29,8 +29,8 @@ class _Traced(torch.autograd.Function):
 
 
 class Node:
-    """A cast as autograd records it. Graphs remember where it is, not the tensor: that is let go
-    as soon as the cast is wrong, and its memory with it.
+    """A cast as autograd records it, where it is kept without gradients. Graphs remember where it
+    is, not the tensor: that is let go as soon as the cast is wrong, and its memory with it.
 
     Attributes:
         of: the cast that it is.
@@ -39,13 +39,16 @@ class Node:
 
     __slots__ = ("cast", "of")
 
-    def __init__(self, of: Cast, cast: Tensor) -> None:
+    def __init__(self, of: Cast | None, cast: Tensor) -> None:
         self.of = of
         self.cast = cast
 
 
-def traced(weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Node]) -> Node:
-    """The cast with its way back to the weight: the one all graphs of the scope share."""
+def traced(weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Node]) -> Any:
+    """What holds the cast with its way back to the weight, the one that all graphs of the scope
+    share."""
+    if cast.memory.cast.requires_grad:
+        return cast.memory
     node = nodes.get((id(weight), dtype))
     if node is None or node.of is not cast:
         recorded: Tensor = _Traced.apply(weight, cast.memory.cast)  # type: ignore[no-untyped-call]
@@ -53,8 +56,13 @@ def traced(weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Node
     return node
 
 
-def traced_alone(weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Node]) -> Node:
-    """The cast with a way back that nobody else will get."""
+def traced_alone(weight: Tensor, cast: Cast, dtype: torch.dtype, nodes: dict[Key, Node]) -> Any:
+    """What holds the cast with a way back that nobody else will get. It is kept without one."""
     node = traced(weight, cast, dtype, nodes)
     del nodes[id(weight), dtype]
     return node
+
+
+def untraced(memory: Any) -> Any:
+    """What holds a cast without a way back, for calls that autograd does not record."""
+    return Node(None, memory.cast.detach()) if memory.cast.requires_grad else memory
