@@ -84,8 +84,10 @@ def random_training(seed: int) -> list[Step]:
                 # its casts are its own (docs/weights.md).
                 graphs = len(GRAPHS) - (outermost == "fp16" or context == "off")
                 graph = pick.randrange(graphs)
-                # With the casts inside, AOTAutograd refuses inference mode, with stock too.
-                if GRAPHS[graph] is autograd_on and "uncached" in (outermost, *inner):
+                # With its casts inside, or with none, AOTAutograd refuses inference mode, with stock
+                # too.
+                inside = {"uncached", "off"} & {outermost, *inner} or ("freeze",) in steps
+                if GRAPHS[graph] is autograd_on and inside:
                     mode = "grad"
                 steps.append(("call", graph, pick.sample(range(WEIGHTS), 2), mode))
                 if pick.random() < 0.1:
