@@ -210,6 +210,14 @@ def training() -> Expected:
             yield row, name, rows(section)[candidate]["ratio"]
 
 
+def weights() -> Expected:
+    for row, section in sections("weights", OTHERS["Xeon"]).items():
+        yield row, "stock, us", rows(section)["stock"]["p50"] * 1e6
+        for name in ("eager", "scope", "version", "off"):
+            candidate = rows(section)[name if name == "eager" else f"ours, {name}"]
+            yield row, name, candidate["difference"] / section["weights"] * 1e6
+
+
 @pytest.mark.parametrize(
     ("expected", "row", "column"),
     [
@@ -224,6 +232,7 @@ def training() -> Expected:
         (threshold_by_calls, "outside", "1 call"),
         (threshold_by_sizes, "outside", "1 MiB"),
         (training, "each, 1", "casts: stock"),
+        (weights, "whole, one context", "stock, us"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

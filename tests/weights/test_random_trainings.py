@@ -84,8 +84,8 @@ def random_training(seed: int) -> list[Step]:
                 # its casts are its own (docs/weights.md).
                 graphs = len(GRAPHS) - (outermost == "fp16" or context == "off")
                 graph = pick.randrange(graphs)
-                # With its casts inside, or with none, AOTAutograd refuses inference mode, with stock
-                # too.
+                # With its casts inside, or with none, AOTAutograd refuses inference mode, with
+                # stock, too.
                 inside = {"uncached", "off"} & {outermost, *inner} or ("freeze",) in steps
                 if GRAPHS[graph] is autograd_on and inside:
                     mode = "grad"
