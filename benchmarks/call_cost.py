@@ -23,6 +23,7 @@ from benchmarks.harness import (
     cuda_sampler,
     host_sampler,
     interleave,
+    one_thread,
     row_of,
 )
 
@@ -103,20 +104,7 @@ def _compiled_call(setting: Setting, candidate: str) -> Callable[[], object]:
 
 
 def measure(setting: Setting, *, rounds: int, seed: int) -> list[Row]:
-    """Seconds per call of each candidate under `setting`, against stock, on one thread.
-
-    With more of them even a product of 4 by 4 matrices waits for the other threads, which on a busy
-    machine takes longer than all that is to be measured here.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _measure(setting, rounds=rounds, seed=seed)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _measure(setting: Setting, *, rounds: int, seed: int) -> list[Row]:
+    """Seconds per call of each candidate under `setting`, against stock, on one thread."""
     sampler: Callable[..., Sampler] = cuda_sampler if setting.device == "cuda" else host_sampler
     samplers = {
         candidate: sampler(_compiled_call(setting, candidate), calls=CALLS_PER_SAMPLE)
@@ -125,7 +113,7 @@ def _measure(setting: Setting, *, rounds: int, seed: int) -> list[Row]:
     ambient = torch.autocast(
         setting.device, dtype=torch.bfloat16, enabled=setting.autocast == "ambient"
     )
-    with torch.set_grad_enabled(setting.mode != "inference"), ambient:
+    with one_thread(), torch.set_grad_enabled(setting.mode != "inference"), ambient:
         samples = interleave(samplers, rounds=rounds, warmup=3, seed=seed)
     return compare(samples, baseline="stock")
 

@@ -11,16 +11,29 @@ else (a process, a compiler) writes its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 Sampler = Callable[[], float]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For calls of microseconds. With more threads even a product of 4 by 4 matrices waits for the
+    others, which on a busy machine takes longer than all that is to be measured."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

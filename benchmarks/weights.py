@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from benchmarks.answer import Answer, table
 from benchmarks.call_cost import fresh_copy
-from benchmarks.harness import Row, Sampler, compare, cuda_sampler, host_sampler, interleave, row_of
+from benchmarks.harness import (
+    Row,
+    Sampler,
+    compare,
+    cuda_sampler,
+    host_sampler,
+    interleave,
+    one_thread,
+    row_of,
+)
 from benchmarks.training import candidates
 
 FORMS = ("whole", "block by block")
@@ -92,20 +101,15 @@ def measure(
     sampler: Callable[[Callable[[], object]], Sampler] = (
         cuda_sampler if device == "cuda" else host_sampler
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        samplers = {
-            name: sampler(call_of(compiled(model, form, name, **arguments), x, mode))
-            for name, arguments in candidates(inner).items()
-        }
-        # None for the others: within another context, even one that is off, casts outlive theirs.
-        one = torch.autocast(device, dtype=torch.bfloat16)
-        around = one if mode == "one context" else nullcontext()
-        with torch.set_grad_enabled(mode == "training step"), around:
-            samples = interleave(samplers, rounds=rounds, warmup=3, seed=seed)
-    finally:
-        torch.set_num_threads(threads)
+    samplers = {
+        name: sampler(call_of(compiled(model, form, name, **arguments), x, mode))
+        for name, arguments in candidates(inner).items()
+    }
+    # None for the others: within another context, even one that is off, casts outlive theirs.
+    one = torch.autocast(device, dtype=torch.bfloat16)
+    around = one if mode == "one context" else nullcontext()
+    with one_thread(), torch.set_grad_enabled(mode == "training step"), around:
+        samples = interleave(samplers, rounds=rounds, warmup=3, seed=seed)
     return compare(samples, baseline="stock"), len(list(model.parameters()))
 
 

@@ -187,12 +187,21 @@ def _capturing_each_state(state: Callable[[], Hashable] | None) -> Iterator[None
         yield
 
 
-def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
-    """Switch off the dispatch modes a backward may run in: compiled autograd's tracing, or a
-    user's."""
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Switch off the modes that a compiler may find: of dispatch, compiled autograd's tracing or a
+    user's, and of `__torch_function__`, whose effects Dynamo has put into the graph. Subclasses of
+    tensors still have their `__torch_function__`."""
+    from torch._dynamo.utils import get_torch_function_mode_stack, set_torch_function_mode_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    before = get_torch_function_mode_stack()
+    set_torch_function_mode_stack([])
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        set_torch_function_mode_stack(before)
 
 
 def in_dispatch_mode() -> bool:
@@ -203,20 +212,6 @@ def in_dispatch_mode() -> bool:
 def outside_of_function_modes() -> contextlib.AbstractContextManager[Any]:
     """Switch off the modes of `__torch_function__`, a user's or that of a default device."""
     return torch._C.DisableTorchFunction()
-
-
-@contextlib.contextmanager
-def function_modes_put_away() -> Iterator[None]:
-    """As Dynamo compiles, which has put into the graph what these modes do: none is on, and
-    subclasses of tensors still have their `__torch_function__`."""
-    from torch._dynamo.utils import get_torch_function_mode_stack, set_torch_function_mode_stack
-
-    before = get_torch_function_mode_stack()
-    set_torch_function_mode_stack([])
-    try:
-        yield
-    finally:
-        set_torch_function_mode_stack(before)
 
 
 def in_function_mode() -> bool:
@@ -246,7 +241,6 @@ def compiling_again(inputs: Sequence[Any]) -> Iterator[None]:
     with (
         compile_session(),
         outside_of_modes(),
-        function_modes_put_away(),
         outside_of_inference_mode(),
         tracing(TracingContext(fake_mode_of(inputs))),
         get_metrics_context(),

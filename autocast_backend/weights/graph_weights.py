@@ -24,8 +24,8 @@ KEPT_BYTES = 512 * 2**10
 gets memory that its process has freed before, and the system need not clear new pages for it."""
 
 MOST_SEEN = 1000
-"""Calls that one graph remembers, each with other weights: those of one block after another. What
-is forgotten is found again, more slowly."""
+"""Calls that are remembered, of one graph where casts last and in one scope elsewhere, each with
+other weights: those of one block after another. What is forgotten is found again, more slowly."""
 
 
 class GraphWeights:

@@ -28,8 +28,9 @@ class Contents:
 
     Attributes:
         casts: the casts made in it, by weight and dtype.
-        nodes: casts with what autograd traces back to their weight: one for all graphs, so that the
-            gradients of all uses add up in the lower precision, as those of eager's cached cast do.
+        nodes: those with what autograd traces back to their weight, where `casts` has them without:
+            one for all graphs, so that the gradients of all uses add up in the lower precision, as
+            those of eager's cached cast do.
         seen: what graphs know of their last calls, by graph and first weight.
     """
 

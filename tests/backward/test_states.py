@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from autocast_backend import BackwardAutocastWarning
 from tests.backward.support import (
@@ -347,3 +348,31 @@ def test_an_inner_compiler_that_decomposes_into_what_autocast_casts() -> None:
         return x.grad
 
     assert torch.equal(gradient(BF16), gradient(OFF))
+
+
+class Halves(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function is F.linear else result
+
+
+def test_variants_are_traced_outside_of_function_modes() -> None:
+    """Dynamo has written into the graph what a mode does. `Tensor.backward` leaves the mode itself;
+    code that calls autograd's engine does not."""
+
+    def gradients(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = Island(), torch.randn(3, 8)
+        compiled = torch.compile(model, **arguments) if arguments else model
+        with Halves():
+            loss = compiled(x).sin().sum()
+            with torch.autocast(**BF16):
+                torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+                    (loss,), (torch.ones(()),), False, False, (), True, True
+                )
+        return [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    assert_same_bits(gradients(**ours()), gradients())
