@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from autocast_backend import BackwardAutocastWarning
 from tests.backward.support import (
@@ -37,7 +36,7 @@ from tests.backward.support import (
     same_bits,
     variants,
 )
-from tests.support import BF16, FP16, assert_same_bits
+from tests.support import BF16, FP16, HalvesProducts, assert_same_bits
 
 
 class Island(nn.Module):
@@ -350,14 +349,6 @@ def test_an_inner_compiler_that_decomposes_into_what_autocast_casts() -> None:
     assert torch.equal(gradient(BF16), gradient(OFF))
 
 
-class Halves(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result * 0.5 if function is F.linear else result
-
-
 def test_variants_are_traced_outside_of_function_modes() -> None:
     """Dynamo has written into the graph what a mode does. `Tensor.backward` leaves the mode itself;
     code that calls autograd's engine does not."""
@@ -367,7 +358,7 @@ def test_variants_are_traced_outside_of_function_modes() -> None:
         torch.manual_seed(0)
         model, x = Island(), torch.randn(3, 8)
         compiled = torch.compile(model, **arguments) if arguments else model
-        with Halves():
+        with HalvesProducts():
             loss = compiled(x).sin().sum()
             with torch.autocast(**BF16):
                 torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.support import HalvesProducts
 
 
 class Around(nn.Module):
@@ -188,17 +189,9 @@ class Interpolated(WithNumber):
         return torch.lerp(self.inner(x).to(x.dtype), x, self.number) + max(self.number, 0.5)
 
 
-class _HalvesProducts(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result * 0.5 if function in (torch.matmul, nn.functional.linear) else result
-
-
 class InMode(Around):
     def around(self, x: Tensor) -> Tensor:
-        with _HalvesProducts():
+        with HalvesProducts():
             return self.inner(x)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +19,15 @@ from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
 from autocast_backend.weights import graph_weights, plan
 from autocast_backend.weights.plan import WeightPlan
-from tests.support import BF16, assert_same_bits, capture, lower_with_report, needs_torch, targets
+from tests.support import (
+    BF16,
+    HalvesProducts,
+    assert_same_bits,
+    capture,
+    lower_with_report,
+    needs_torch,
+    targets,
+)
 
 from .support import EAGER, Net, Plain, bf16, casts_made, data, make, ours
 
@@ -550,20 +557,12 @@ def test_both_graphs_give_the_same_bits() -> None:
         assert_same_bits(results, [eager(x)] * 3)
 
 
-class Halves(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result * 0.5 if function is nn.functional.linear else result
-
-
 def test_the_second_compilation_is_outside_of_function_modes() -> None:
     """Dynamo has written into the graph what a mode does. Traced again inside of the mode, it would
     be done twice."""
     model, x = make(), data(3, 8)
     compiled = torch.compile(model, **ours())
-    with bf16(), torch.no_grad(), Halves():
+    with bf16(), torch.no_grad(), HalvesProducts():
         assert_same_bits([compiled(x) for _ in range(3)], [model(x)] * 3)
 
 
