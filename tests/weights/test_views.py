@@ -4,6 +4,7 @@ are views of, whichever of them is written to, so a cast of one is as safe as th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support import assert_same_bits
 
-from .support import bf16, casts_made, data, ours
+from .support import bf16, casts_made, data, make, ours
 
 
 class Table(nn.Module):
@@ -91,3 +92,72 @@ def test_one_write_in_the_graph_keeps_it_there(kind: str) -> None:
                     assert_same_bits(compiled(x), expected)
 
     assert casts_made(calls) == 0
+
+
+class Pair(nn.Module):
+    """Two layers, the second of which is called first."""
+
+    def __init__(self, writes_to: str = "") -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.writes_to = writes_to
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(self.b(x).relu())
+        if self.writes_to:
+            with torch.no_grad():
+                getattr(self, self.writes_to).weight.mul_(0.5)
+        return y
+
+
+def flattened(model: nn.Module) -> None:
+    """Each weight becomes a part of one memory, and counts for itself."""
+    memory = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for p, part in zip(model.parameters(), memory.split(64), strict=True):
+        p.data = part.view(8, 8)
+
+
+def tied_by_their_data(model: nn.Module) -> None:
+    model.a.weight.data = model.b.weight.data  # type: ignore[union-attr,assignment]
+
+
+def tied_and_loaded(model: nn.Module) -> None:
+    """The state has one memory under two names, of which `assign` makes two parameters."""
+    model.a.weight = model.b.weight  # type: ignore[union-attr,assignment]
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+SHARED_MEMORY = [flattened, tied_by_their_data, tied_and_loaded]
+
+
+@pytest.mark.parametrize("share", SHARED_MEMORY)
+def test_parameters_in_one_memory_are_cast_outside_of_the_graph(
+    share: Callable[[nn.Module], None],
+) -> None:
+    def gradients(**arguments: Any) -> list[Tensor]:
+        model = make(Pair)
+        share(model)
+        call = torch.compile(model, **arguments) if arguments else model
+        with bf16():
+            loss = sum(call(x).float().square().mean() for x in data(3, 4, 8))
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    results: list[Tensor] = []
+    assert casts_made(lambda: results.extend(gradients(**ours()))) == 2
+    assert_same_bits(results, gradients())
+
+
+@pytest.mark.parametrize("share", SHARED_MEMORY)
+@pytest.mark.parametrize("writes_to", ["a", "b"])
+def test_writes_in_the_graph_to_parameters_in_one_memory_are_seen(
+    share: Callable[[nn.Module], None], writes_to: str
+) -> None:
+    models = [make(lambda: Pair(writes_to)) for _ in range(2)]
+    for model in models:
+        share(model)
+    compiled = torch.compile(models[0], **ours(weight_cache="version"))
+    with torch.no_grad():
+        for x in data(3, 4, 8):
+            with bf16():
+                assert_same_bits(compiled(x), models[1](x))
