@@ -385,9 +385,9 @@ def _is_written(node: fx.Node, value: Any, hidden: set[int], made_so: bool) -> b
 
 
 def _made_with_a_write(inputs: Sequence[Any]) -> set[int]:
-    """The inputs, by their id, whose fake tensors PyTorch makes with `set_`, which counts as a write
-    (`MetaConverter.meta_tensor`): they, or what they are views of, begin inside of their storage, or
-    an input before them has that storage, too, and counts for itself.
+    """The inputs, by their id, whose fake tensors PyTorch makes with `set_`, which counts as a
+    write (`MetaConverter.meta_tensor`): they, or what they are views of, begin inside of their
+    storage, or an input before them has that storage, too, and counts for itself.
 
     Where Dynamo met them in another order, one of them passes for written, and so do all.
     """
