@@ -95,6 +95,7 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
         replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)),
         unpacking_noted(),
         metadata_kept(),
+        budget_for_marked(),
     ):
         yield
 
@@ -112,6 +113,23 @@ def metadata_kept() -> Iterator[None]:
             return original(*args, **kwargs)
 
     with replaced(proxy_tensor, "selective_decompose", selective_decompose):
+        yield
+
+
+@contextlib.contextmanager
+def budget_for_marked() -> Iterator[None]:
+    """With an `activation_memory_budget` of 0 the partitioner saves inputs alone, not what must be
+    saved. Give it next to nothing then: it saves that, and computes all else again."""
+    from torch._functorch import partitioners
+
+    original = partitioners.choose_saved_values_set
+
+    def choose_saved_values_set(joint: fx.Graph, node_info: Any, memory_budget: float = 1) -> Any:
+        if memory_budget == 0 and any(map(is_saved, joint.nodes)):
+            memory_budget = 1e-9
+        return original(joint, node_info, memory_budget)
+
+    with replaced(partitioners, "choose_saved_values_set", choose_saved_values_set):
         yield
 
 
@@ -379,6 +397,11 @@ def written_in_forward(joint: fx.Graph) -> list[fx.Node]:
 def must_save(node: fx.Node) -> None:
     """Forbid partitioners to compute a node of the forward again in the backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def is_saved(node: fx.Node) -> bool:
+    """Whether that is forbidden."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
 @contextlib.contextmanager

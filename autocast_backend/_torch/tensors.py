@@ -16,9 +16,14 @@ from .cuda_graphs import Place
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The storages of tensors, by their `_cdata`. Sparse tensors, those of oneDNN's layout and of
-    some devices have none: `untyped_storage()` raises."""
-    return {t.untyped_storage()._cdata for t in tensors if torch._C._has_storage(t)}
+    """The storages of tensors, by their `_cdata`."""
+    return {t.untyped_storage()._cdata for t in tensors if has_storage(t)}
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Sparse tensors, those of oneDNN's layout and of some devices have none: `untyped_storage()`
+    raises."""
+    return torch._C._has_storage(tensor)
 
 
 def has_other_holders(owner: Any, name: str, recorded: Mapping[int, list[Place]]) -> bool:

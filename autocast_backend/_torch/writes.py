@@ -4,7 +4,7 @@ that those of fake tensors do not show."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from .dynamo import gives_data_attribute
 from .ops import arguments_of, overloads_of
 
 Told = Callable[[Iterable[torch.Tensor]], None]
+ToldReceived = Callable[[Sequence[torch.Tensor], Sequence[Any]], None]
+"""Called with tensors, and with the works (`torch.distributed.Work`) that go on writing to them."""
 
 
 def watch_hidden_writes(told: Told) -> None:
@@ -56,7 +58,7 @@ RECEIVING = (
 """The ops of `torch.distributed` that write to tensors: to those of their first argument."""
 
 
-def watch_collectives(told: Told) -> None:
+def watch_collectives(told: ToldReceived) -> None:
     """From now on, call `told` with the tensors that a process receives from others.
 
     Their schemas do not say that they write, so PyTorch does not count it. A kernel where it would.
@@ -70,12 +72,23 @@ def watch_collectives(told: Told) -> None:
             _library().impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
-def _receive(told: Told, op: Any, keys: Any, received: Any, *args: Any, **arguments: Any) -> Any:
+def _receive(
+    told: ToldReceived, op: Any, keys: Any, received: Any, *args: Any, **arguments: Any
+) -> Any:
     results = op.redispatch(
         keys & torch._C._after_ADInplaceOrView_keyset, received, *args, **arguments
     )
-    told(pytree.tree_leaves(received))
+    tensors = pytree.tree_leaves(received)
+    told(tensors, _works_of(results) if all(t.is_cpu for t in tensors) else [])
     return results
+
+
+def _works_of(results: Any) -> list[Any]:
+    """What goes on after a call of an op of `torch.distributed`, by what it returned. For the CPU
+    alone: on a GPU a work is not done before its stream is, whose order nobody else can see."""
+    boxed = [r for r in pytree.tree_leaves(results) if isinstance(r, torch.ScriptObject)]
+    works = map(torch._C._distributed_c10d.Work.unbox, boxed)
+    return [work for work in works if work is not None and not work.is_completed()]
 
 
 @functools.cache

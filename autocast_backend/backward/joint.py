@@ -329,6 +329,15 @@ def save_what_is_overwritten(joint: fx.GraphModule) -> None:
                 node.target = torch.ops.prims.clone.default
 
 
+def save_random_numbers(joint: fx.GraphModule) -> None:
+    """Have the partitioner save what the forward draws, however little memory it may use: a
+    backward that drew again would get other numbers (PyTorch #190758). A checkpoint that draws
+    again does so from the same state."""
+    for node in joint.graph.nodes:
+        if _random_call(node) and not _in_backward(node) and not is_recomputed(node):
+            must_save(node)
+
+
 def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None:
     """Have the partitioner compute in the backward what another state would change in it.
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,10 +16,13 @@ from torch.optim.optimizer import (
 )
 
 from .._torch.dynamo import pass_through_error
-from .._torch.tensors import storages_of
+from .._torch.tensors import has_storage, storages_of
 from .._torch.writes import watch_collectives, watch_hidden_writes
-from .cast import Cast, Key
+from .cast import Cast, Key, ref_to_storage
 from .scope import last_scope
+
+MOST_WORKS = 64
+"""Works of `torch.distributed` that are remembered before it is asked which of them are done."""
 
 
 class WeightCacheError(pass_through_error(), RuntimeError):  # type: ignore[misc]
@@ -69,6 +72,8 @@ class Shared:
     kept_on_cpu: ClassVar[dict[Key, Cast]] = {}  # those of other graphs without gradients
     # Those that make them. They remember what they have seen themselves, the others in the scope.
     lasting_graphs: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    # What `torch.distributed` may not have done yet, and the storages that it writes to.
+    works: ClassVar[list[tuple[Any, list[weakref.ref[Any]]]]] = []
     hits = misses = casts = 0
     sweep_at = 0  # of `casts`: when to look for those of freed weights
 
@@ -82,7 +87,7 @@ def watch_writes() -> None:
     register_optimizer_step_pre_hook(hook)  # a step may raise when it has written half of them
     register_optimizer_step_post_hook(hook)  # and its closure may call the model before
     watch_hidden_writes(_written)
-    watch_collectives(_written)
+    watch_collectives(_received)
 
 
 def _at_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -102,6 +107,24 @@ def _written(tensors: Iterable[torch.Tensor]) -> None:
             cast.spoil()
         if spoilt:
             forget_seen()
+
+
+def _received(tensors: Sequence[torch.Tensor], works: Sequence[Any]) -> None:
+    """Have the casts of these tensors made again, those that are made while `works` last, too."""
+    with Shared.lock:
+        if len(Shared.works) >= MOST_WORKS:
+            being_received()
+        storages = [ref_to_storage(t) for t in tensors if has_storage(t)]
+        Shared.works += [(work, storages) for work in works]
+        _written(tensors)
+
+
+def being_received() -> set[int]:
+    """The storages, by their `_cdata`, that others may be writing to at this moment: a cast of one
+    may have what was there before. Forgets works that are done."""
+    Shared.works = [(work, refs) for work, refs in Shared.works if not work.is_completed()]
+    storages = [ref() for _, refs in Shared.works for ref in refs]
+    return {storage._cdata for storage in storages if storage is not None}
 
 
 def stores() -> list[dict[Key, Cast]]:

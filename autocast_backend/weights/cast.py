@@ -52,7 +52,7 @@ def _is_of(identity: dict[str, Any] | str, weight: Tensor) -> bool:
     return identity is attributes or identity == attributes.get(_NAME)
 
 
-def _storage(weight: Tensor, when_freed: Any = None) -> weakref.ref[Any]:
+def ref_to_storage(weight: Tensor, when_freed: Any = None) -> weakref.ref[Any]:
     """The storage: `p.data = ...` may put another one at the same address. PyTorch keeps the Python
     object of a storage for as long as the storage lives."""
     return weakref.ref(weight.untyped_storage(), when_freed)
@@ -83,7 +83,7 @@ class Cast:
         self._address = _address(weight)
         self._identity = _identity(weight)
         freed = functools.partial(setattr, self.memory, "cast") if watched else None
-        self._storage = _storage(weight, freed)
+        self._storage = ref_to_storage(weight, freed)
         # No tuples where none are needed: Python's garbage collector runs by how many there are.
         self._layout = None if weight.is_contiguous() else (weight.shape, weight.stride())
 

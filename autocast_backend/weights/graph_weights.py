@@ -14,7 +14,15 @@ from .._torch.fake_tensors import makes_fake_tensors
 from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_captured, is_fake
 from ..ops import multi_cast
-from .cache import Shared, forget_dead, forget_seen, fsdp_error, stores, watch_writes
+from .cache import (
+    Shared,
+    being_received,
+    forget_dead,
+    forget_seen,
+    fsdp_error,
+    stores,
+    watch_writes,
+)
 from .cast import Cast, Key, Seen
 from .recorded import Node, traced, traced_alone, untraced
 from .scope import Scope, current_scope
@@ -150,6 +158,7 @@ class GraphWeights:
         grads = self._grads if recording else (False,) * len(weights)
         recorded = recorded_outputs() if Shared.kept else {}
         others = [store for store in stores() if store is not casts]
+        received = being_received()
         # What graphs of a scope share is kept as autograd records it, which keeps its weight, too.
         with_gradients = self._scoped and not self._lasting and not self._keep_memory
         found: list[Cast] = []
@@ -178,6 +187,8 @@ class GraphWeights:
                     del nodes.pop(key).cast
             made[key] = new = Cast(weight, watched=not (grad and with_gradients))
             found.append(new)
+            if received and new.is_in(received):
+                new.spoil()  # for this call alone
             memory = None
             if cast is not None or key in Shared.kept or key in Shared.kept_on_cpu:
                 replaced = _replaceable(key, weight, casts, others, recorded)

@@ -11,6 +11,7 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition, nop
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend.backend import smart_autocast
@@ -208,6 +209,11 @@ def test_what_is_written_after_the_forward() -> None:
     case = CASES["writes_what_it_has_read"]
     inner = aot_autograd(fw_compiler=nop, partition_fn=min_cut_rematerialization_partition)
     assert_like_the_oracle(case, "region", options={"inner": inner})
+
+
+def test_what_is_overwritten_is_saved_with_no_memory_for_it() -> None:
+    with functorch_config.patch(activation_memory_budget=0.0):
+        assert_like_the_oracle(CASES["writes_what_it_has_read"], "region")
 
 
 def test_what_a_checkpoint_reads_is_read_again() -> None:

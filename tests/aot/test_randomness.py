@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._functorch import config as functorch_config
 
 from tests.aot.harness import (
     AOT_EAGER,
@@ -48,6 +49,23 @@ CASES = {f.__name__: Case(f) for f in (drops, adds_noise, leaks_at_random, atten
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers_as_eager(name: str, way: str, partitioner: str) -> None:
     assert_like_the_oracle(CASES[name], way, options={"inner": partitioner})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_memory_budget": 0.0},
+        {"activation_memory_budget": 0.05},
+        {"aggressive_recomputation": True},
+        {"ban_recompute_not_in_allowlist": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_numbers_where_little_is_saved(name: str, settings: dict[str, Any]) -> None:
+    """With stock the backward draws others (PyTorch #190758)."""
+    with functorch_config.patch(settings):
+        assert_like_the_oracle(CASES[name], "ambient", options={"inner": MIN_CUT})
 
 
 def test_another_seed_is_another_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@ tests receives from itself.)"""
 
 from __future__ import annotations
 
+import datetime
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +67,68 @@ def test_received_weights_are_cast_again(
     monkeypatch.setattr(cache, "all_casts", lambda: iter(()))
     _, unnoticed = before_and_after(receive, lifetime)
     assert torch.equal(unnoticed, before)
+
+
+@pytest.fixture
+def two_ranks() -> list[dist.ProcessGroup]:
+    """Two processes, as they see each other, in this one."""
+    store, groups = dist.HashStore(), {}
+
+    def join(rank: int) -> None:
+        group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, 2)
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", store), rank, 2, datetime.timedelta(seconds=60)
+        )
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        groups[rank] = group
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [groups[0], groups[1]]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_calls_while_a_weight_is_being_received(
+    two_ranks: list[dist.ProcessGroup], lifetime: str, trained: bool
+) -> None:
+    """A server whose next weights are on their way: none of its casts is one of those."""
+    model, x = make(Plain).requires_grad_(trained), data(3, 8)
+    compiled = torch.compile(model, **ours(weight_cache=lifetime))
+
+    def expected() -> Tensor:
+        with bf16(cache_enabled=False):
+            return model(x)  # type: ignore[no-any-return]
+
+    weight = model.first.weight.detach()
+    with bf16():
+        compiled(x)
+        work = two_ranks[1].recv([weight], 0, 0)
+        before = [compiled(x) for _ in range(2)]
+        assert_same_bits(before, [expected()] * 2)
+        two_ranks[0].send([weight * 2], 1, 0).wait()
+        work.wait()
+        after = compiled(x)
+        assert_same_bits(after, expected())
+        assert not torch.equal(after, before[0])
+        compiled(x)
+        assert casts_made(lambda: compiled(x)) == 0
+
+
+def test_works_are_forgotten(two_ranks: list[dist.ProcessGroup]) -> None:
+    """Those that are done; gradients of DDP are many in each step, and may be large."""
+    with bf16():
+        torch.compile(make(Plain), **ours())(data(3, 8))
+    to, most = torch.zeros(2), 0
+    for _ in range(3 * cache.MOST_WORKS):
+        work = two_ranks[1].recv([to], 0, 0)
+        two_ranks[0].send([to + 1], 1, 0).wait()
+        work.wait()
+        most = max(most, len(cache.Shared.works))
+    assert most == cache.MOST_WORKS
 
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
