@@ -379,6 +379,33 @@ def test_dtensor_on_one_process() -> None:
     assert out[0].dtype is torch.bfloat16
 
 
+@pytest.mark.usefixtures("_one_process")
+def test_a_dtensor_that_was_computed_of_dynamic_size() -> None:
+    """Between layers that are compiled one by one, all with the code of the first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).sin()
+
+    def step(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(function, dynamic=True, **compile_arguments)
+        results = []
+        for size in (4, 6):
+            x = distribute_tensor(randn(size, 8), mesh, [Shard(1)]).requires_grad_()
+            with torch.autocast(**BF16):
+                y = compiled(x * 2)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+            results += [y.to_local(), gradient.to_local()]
+        return results
+
+    actual = step(backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(actual, step(backend="eager"))
+
+
 class TwoLayers(nn.Module):
     """The first weight is used twice; `change` makes the parameters something else."""
 

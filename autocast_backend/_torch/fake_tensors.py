@@ -100,7 +100,8 @@ def fake_inputs(inputs: Iterable[Any]) -> list[Any]:
             value, symbolic_context=context, source=context.tensor_source, trace=False
         )
 
-    return [fake(value) for value in inputs]
+    with mode:  # DTensor asks for it, to see whether sizes may be symbols
+        return [fake(value) for value in inputs]
 
 
 @contextlib.contextmanager

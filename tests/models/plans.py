@@ -43,7 +43,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
 }
 COMPILED = ("model", "in place", "each block", "some blocks", "loss", "forward", "step")
-READS_STATE = {"regions_inside", "decorated", "state_set_by_hand", "asks_the_state", "custom_fwd"}
+READS_STATE = {  # or the dtype of what autocast computes, which Dynamo knows without the option
+    "regions_inside",
+    "decorated",
+    "state_set_by_hand",
+    "asks_the_state",
+    "custom_fwd",
+    "index_put",
+}
 # Dynamo makes graphs of their own.
 CUT_OFF = {Caught, Disabled, InMode, OnDevice, WithSavedTensorHooks}
 OWN_REGIONS = {
