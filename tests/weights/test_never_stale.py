@@ -218,7 +218,7 @@ def without(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if check == "step":
         monkeypatch.setattr(cache, "all_casts", lambda: iter(()))
     elif check == "storage":
-        monkeypatch.setattr(cast, "_storage", lambda weight, when_freed=None: lambda: True)
+        monkeypatch.setattr(cast, "ref_to_storage", lambda weight, when_freed=None: lambda: True)
     elif check == "identity":
         monkeypatch.setattr(cast, "_is_of", lambda identity, weight: True)
     else:
