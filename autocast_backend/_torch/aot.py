@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import operator
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +96,7 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
         replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)),
         unpacking_noted(),
         metadata_kept(),
-        budget_for_marked(),
+        marks_heeded(),
     ):
         yield
 
@@ -117,20 +118,36 @@ def metadata_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def budget_for_marked() -> Iterator[None]:
-    """With an `activation_memory_budget` of 0 the partitioner saves inputs alone, not what must be
-    saved. Give it next to nothing then: it saves that, and computes all else again."""
+def marks_heeded() -> Iterator[None]:
+    """Have the partitioner save what must be saved. Where it may use little memory, it overlooks
+    some: all with a budget of 0, or what returns several tensors."""
     from torch._functorch import partitioners
 
     original = partitioners.choose_saved_values_set
 
-    def choose_saved_values_set(joint: fx.Graph, node_info: Any, memory_budget: float = 1) -> Any:
-        if memory_budget == 0 and any(map(is_saved, joint.nodes)):
-            memory_budget = 1e-9
-        return original(joint, node_info, memory_budget)
+    def choose_saved_values_set(joint: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = original(joint, node_info, *args, **kwargs)
+        # What returns several tensors is none of them, though it may be chosen for its mark.
+        chosen = [n for n in chosen if not isinstance(n.meta.get("val"), (tuple, list))]
+        return chosen + _overlooked(chosen, node_info.required_bw_nodes)
 
     with replaced(partitioners, "choose_saved_values_set", choose_saved_values_set):
         yield
+
+
+def _overlooked(saved: list[fx.Node], backward: Collection[fx.Node]) -> list[fx.Node]:
+    """What must be saved, and would be computed again for `backward` with what is `saved`."""
+    overlooked: list[fx.Node] = []
+    seen = {*saved, *backward}
+    pending = [*backward]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in seen:
+                continue
+            seen.add(node)
+            call = node.args[0] if node.target is operator.getitem else node
+            (overlooked if is_saved(call) else pending).append(node)  # type: ignore[arg-type]
+    return overlooked
 
 
 def _training_graph(spec: Any, compile_backward: Callable[..., Any] | None) -> TrainingGraph:

@@ -25,6 +25,10 @@ def drops(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return island(F.dropout(x @ w, 0.5), w)
 
 
+def drops_of_its_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return island(F.dropout(x.sin(), 0.5), w)
+
+
 def adds_noise(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = x @ w
     return island(y * torch.rand_like(y), w) + torch.randn(4, 4)
@@ -39,7 +43,9 @@ def attends(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q.cos(), dropout_p=0.5)
 
 
-CASES = {f.__name__: Case(f) for f in (drops, adds_noise, leaks_at_random, attends)}
+CASES = {
+    f.__name__: Case(f) for f in (drops, drops_of_its_input, adds_noise, leaks_at_random, attends)
+}
 
 
 @pytest.mark.parametrize(
@@ -57,15 +63,17 @@ def test_the_same_numbers_as_eager(name: str, way: str, partitioner: str) -> Non
         {"activation_memory_budget": 0.0},
         {"activation_memory_budget": 0.05},
         {"aggressive_recomputation": True},
-        {"ban_recompute_not_in_allowlist": False},
     ],
     ids=str,
 )
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_numbers_where_little_is_saved(name: str, settings: dict[str, Any]) -> None:
+def test_the_same_numbers_where_little_is_saved(
+    name: str, dynamic: bool, settings: dict[str, Any]
+) -> None:
     """With stock the backward draws others (PyTorch #190758)."""
     with functorch_config.patch(settings):
-        assert_like_the_oracle(CASES[name], "ambient", options={"inner": MIN_CUT})
+        assert_like_the_oracle(CASES[name], "ambient", options={"inner": MIN_CUT}, dynamic=dynamic)
 
 
 def test_another_seed_is_another_result(monkeypatch: pytest.MonkeyPatch) -> None:

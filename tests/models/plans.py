@@ -95,6 +95,7 @@ class Plan:
         hooks: on parameters, on a module, or such as change weights while backward runs.
         noncontiguous: inputs are transposed.
         steady: so many calls have one number, where a block has one that changes.
+        memory_budget: how much of what the backward reads the forward may save.
     """
 
     blocks: tuple[Block, ...]
@@ -120,6 +121,7 @@ class Plan:
     hooks: str = "none"
     noncontiguous: bool = False
     steady: int = 1
+    memory_budget: float = 1.0
 
     def in_parts(self) -> bool:
         """Whether more than one graph may read what a block is given."""
@@ -216,6 +218,7 @@ def random_plan(seed: int) -> Plan:
             hooks=pick.choices(["none", "post accumulate", "parameter", "module"], (8, 1, 1, 1))[0],
             noncontiguous=pick.random() < 0.15,
             steady=pick.choice([1, 2, 3]),
+            memory_budget=pick.choices([1.0, 0.5, 0.05, 0.0], (12, 1, 1, 1))[0],
         )
     )
 

@@ -56,7 +56,9 @@ def played(plan: Plan, compile: Callable[[Any], Any], *, oracle: bool) -> Comput
             capture_dynamic_output_shape_ops=plan.captures,
             compiled_autograd=plan.compiled_autograd,
         ),
-        torch._functorch.config.patch(donated_buffer=not twice),
+        torch._functorch.config.patch(
+            donated_buffer=not twice, activation_memory_budget=plan.memory_budget
+        ),
     ):
         try:
             return Training(plan, compile, oracle=oracle).play()
