@@ -4,6 +4,7 @@ that those of fake tensors do not show."""
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -97,15 +98,19 @@ def _library() -> torch.library.Library:
     return torch.library.Library("c10d", "IMPL")
 
 
+_STATISTICS = ("running_mean", "running_var")
+
+
 def hidden_writes(node: fx.Node) -> list[fx.Node]:
     """The arguments of a call in Dynamo's graph to whose memory it may write, itself or through
     what it returns, without their fake tensors counting it."""
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name == "batch_norm":  # to the running statistics, which never require grad
-        of = {n: n.meta.get("example_value") for n in node.all_input_nodes}
+    if name == "batch_norm":  # to the running statistics
+        first = 1 if isinstance(target, types.FunctionType) else 3  # `F.batch_norm`, or ATen's
+        found = (*node.args[first : first + 2], *map(node.kwargs.get, _STATISTICS))
         training = True in (*node.args, *node.kwargs.values())
-        return [n for n, v in of.items() if training and not getattr(v, "requires_grad", False)]
+        return [n for n in found if training and isinstance(n, fx.Node)]
     in_place = name.endswith("_") and name.startswith(("_foreach_", "_fused_", "_amp_"))
     hides = (
         in_place

@@ -8,7 +8,7 @@ Others get a copy of the body.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -33,6 +33,12 @@ class NestedCalls:
         self._names = {str(n.args[1]) for n in nodes_of(graph_module) if is_nested_region(n)}
         self._alike: dict[fx.GraphModule, dict[Any, tuple[Any, Any, fx.GraphModule]]] = {}
         self._owners: dict[fx.GraphModule, list[Any]] = {}
+        # What the call stands in that a body was traced for: all that is in the body begins so.
+        self._traced: dict[fx.GraphModule, Stack] = {}
+        for node in filter(is_nested_region, nodes_of(graph_module)):
+            body, called = _body(node), module_stack(node)
+            if _all_begin_with(called, map(module_stack, _calls(body).values())):
+                self._traced[body] = max(self._traced.get(body, []), called, key=len)
 
     def body_of(
         self,
@@ -66,6 +72,7 @@ class NestedCalls:
         for name, stack in stacks.items():
             _stand_in(calls[name], stack)
         if found is not body:
+            self._traced[found] = module_stack(node)
             separate_bodies(found, placement, grad, self._names)
         alike[key] = (node.args[0], node.args[1], found)
         self._alike.setdefault(found, {key: alike[key]})
@@ -85,12 +92,12 @@ class NestedCalls:
         """The modules that each of the calls in a body stands in, called by `node`, which stands in
         `called`."""
         own = {name: module_stack(call) for name, call in _calls(body).items()}
-        traced = _common(list(own.values()))[: len(called)] if own else called
+        traced = self._traced.get(body, _common(list(own.values())) if own else called)
         if traced == called:
             owners = [self._owner(operand) for operand in node.args[2:]]
             if self._owners.setdefault(body, owners) == owners:
                 return own
-        elif len(traced) == len(called):
+        elif traced and called and _all_begin_with(traced, own.values()):
             end = len(traced)
             return {
                 name: called + [self._moved(entry, traced, called) for entry in stack[end:]]
@@ -138,6 +145,10 @@ def _body(call: fx.Node) -> Any:
     return getattr(call.graph.owning_module, str(attribute.target))
 
 
+def _all_begin_with(stack: Stack, stacks: Iterable[Stack]) -> bool:
+    return all(other[: len(stack)] == stack for other in stacks)
+
+
 def _common(stacks: list[Stack]) -> Stack:
     """What all of them begin with."""
     shortest = min(stacks, key=len)
@@ -151,6 +162,7 @@ def _stand_in(call: fx.Node, stack: Stack) -> None:
     """Have a call stand in other modules of the same classes."""
     if module_stack(call) != stack:
         kinds = [kind for _, kind in call.meta["nn_module_stack"].values()]
+        kinds = ([""] * len(stack) + kinds)[-len(stack) :]
         call.meta["nn_module_stack"] = {
             f"{identity}@{depth}": (path, kind)
             for depth, ((identity, path), kind) in enumerate(zip(stack, kinds, strict=True))

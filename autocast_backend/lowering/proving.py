@@ -315,10 +315,10 @@ def looks_mutating(node: fx.Node) -> bool:
     return in_place or by_operator or any(node.kwargs.get(key) for key in ("out", "inplace"))
 
 
-_IN_PLACE_OPERATORS = frozenset(
+_IN_PLACE_OPERATORS = frozenset(  # not `imatmul`: a tensor has none, and `x @= w` is `x = x @ w`
     getattr(operator, name)
     for name in (
-        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod"),
+        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imod"),
         *("imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
     )
 )

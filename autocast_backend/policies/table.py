@@ -249,6 +249,7 @@ _ATEN_NAMES = MappingProxyType(
         "cross_entropy": "cross_entropy_loss",
         "floordiv": "floor_divide",
         "grid_sample": "grid_sampler",
+        "imatmul": "matmul",
         "interpolate": "upsample_nearest2d",  # `op_name` knows which; they have the same policy
         "invert": "bitwise_not",
         "mod": "remainder",

@@ -110,6 +110,56 @@ def test_regions_in_regions() -> None:
         assert_same_bits(run(compiled(model, policies), model, x, True), wanted, pattern)
 
 
+class AtTwoDepths(nn.Module):
+    """Of layers whose calls all stand in one module inside."""
+
+    def __init__(self, deep_first: bool) -> None:
+        super().__init__()
+        self.first, self.rest = Holder(), nn.Sequential(Holder())
+        self.deep_first = deep_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.rest(x)) if self.deep_first else self.rest(self.first(x))
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    @nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("deep_first", [False, True])
+@pytest.mark.parametrize(
+    ("modules", "chosen"),
+    [
+        ({"rest.0.inner": "fp32"}, {"rest.0"}),
+        ({"rest.*.inner": "fp32"}, {"rest.0"}),
+        ({"rest": "fp32"}, {"rest.0"}),
+        ({"first.inner": "fp32"}, {"first"}),
+        ({"**.inner": "fp32"}, {"first", "rest.0"}),
+        ({"rest.0": "fp32", "rest.0.inner": {"dtype": torch.bfloat16}}, set()),
+    ],
+)
+def test_a_region_that_is_called_at_two_depths(
+    modules: Any, chosen: set[str], deep_first: bool
+) -> None:
+    model, x = AtTwoDepths(deep_first), torch.randn(3, 4)
+
+    def by_hand(x: torch.Tensor) -> torch.Tensor:
+        for name in ("rest.0", "first") if deep_first else ("first", "rest.0"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=name not in chosen):
+                linear = model.get_submodule(name).inner
+                x = linear(x.float() if name in chosen else x)
+        return x
+
+    wanted = run(by_hand, model, x, True)
+    assert_same_bits(run(compiled(model, {"module": modules}), model, x, True), wanted)
+
+
 def test_a_region_that_is_called_with_other_dtypes_than_it_was_traced_with() -> None:
     """The first layer gets float32; the others what the policy makes of the layer before."""
     model, x = Model(in_checkpoints=False), torch.randn(3, 4)

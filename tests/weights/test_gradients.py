@@ -50,6 +50,28 @@ def test_a_weight_used_twice_in_a_graph(lifetime: str) -> None:
     )
 
 
+class Assigns(nn.Module):
+    """Tensors have no `@=` of their own: Python writes the product under the name of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x @= self.w
+        x = x.sin()
+        x @= self.w
+        return x
+
+
+@LIFETIMES
+def test_a_product_that_is_written_as_an_assignment(lifetime: str) -> None:
+    assert_same_bits(
+        gradients(Assigns, 1, True, **ours(weight_cache=lifetime)),
+        gradients(Assigns, 1, True, **EAGER),
+    )
+
+
 def test_calls_of_a_region_of_their_own_share_no_sum() -> None:
     """Lasting casts are shared by calls whose gradients add up in float32: no context is around."""
 
