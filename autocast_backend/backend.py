@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from . import _logging
-from ._torch.aot import training_graphs
+from ._torch.aot import marks_heeded, training_graphs
 from ._torch.autocast import wrap_with_autocast
 from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
@@ -27,6 +27,7 @@ from ._torch.dynamo import (
 )
 from ._torch.fake_tensors import changing_numbers, fake_inputs
 from ._torch.kernels import kernels_opened
+from .backward.joint import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
@@ -151,6 +152,7 @@ def _compile(
                 region = _region(module, inputs, inner, parsed, context.ambient)
                 stack.enter_context(training_graphs(region.follow_autocast))
                 stack.enter_context(backward_traced_off(region.keep_in_backward))
+                stack.enter_context(marks_heeded(save_random_numbers))
             values = [node.meta.get("example_value") for node in nodes_of(module)]
             stack.enter_context(own_cache_entries(changing_numbers(values)))
             stack.enter_context(outside_of_contexts())

@@ -96,7 +96,6 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
         replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)),
         unpacking_noted(),
         metadata_kept(),
-        marks_heeded(),
     ):
         yield
 
@@ -118,14 +117,19 @@ def metadata_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def marks_heeded() -> Iterator[None]:
+def marks_heeded(mark: Callable[[fx.Graph], None]) -> Iterator[None]:
     """Have the partitioner save what must be saved. Where it may use little memory, it overlooks
-    some: all with a budget of 0, or what returns several tensors."""
+    some: all with a budget of 0, or what returns several tensors.
+
+    Args:
+        mark: is given each joint graph as the partitioner gets it, after Inductor's passes.
+    """
     from torch._functorch import partitioners
 
     original = partitioners.choose_saved_values_set
 
     def choose_saved_values_set(joint: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> Any:
+        mark(joint)
         chosen = original(joint, node_info, *args, **kwargs)
         # What returns several tensors is none of them, though it may be chosen for its mark.
         chosen = [n for n in chosen if not isinstance(n.meta.get("val"), (tuple, list))]

@@ -117,7 +117,11 @@ def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
 
 
 def _draws_itself(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return _is_random(node.target)
+
+
+def _is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _recomputed_draws(
@@ -329,13 +333,24 @@ def save_what_is_overwritten(joint: fx.GraphModule) -> None:
                 node.target = torch.ops.prims.clone.default
 
 
-def save_random_numbers(joint: fx.GraphModule) -> None:
+def save_random_numbers(joint: fx.Graph) -> None:
     """Have the partitioner save what the forward draws, however little memory it may use: a
-    backward that drew again would get other numbers (PyTorch #190758). A checkpoint that draws
-    again does so from the same state."""
-    for node in joint.graph.nodes:
-        if _random_call(node) and not _in_backward(node) and not is_recomputed(node):
+    backward that drew again would get other numbers (PyTorch #190758). Of Inductor, which computes
+    them from a seed, that is the seed. A checkpoint that draws again does so from the same state.
+    """
+    for node in joint.nodes:
+        if not _in_backward(node) and not is_recomputed(node) and _draws(node):
             must_save(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers: itself, by the op that it wraps, or in a body."""
+    if _random_call(node) or any(_is_random(a) for a in node.args):
+        return True
+    read = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies = [getattr(node.graph.owning_module, str(n.target), None) for n in read]
+    graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
+    return any(_draws(inner) for graph in graphs for inner in graph.nodes)
 
 
 def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None:

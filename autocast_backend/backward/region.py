@@ -55,12 +55,7 @@ from .ambient import (
 from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .hooks import unpacks_differently
-from .joint import (
-    extract_backward,
-    keep_in_backward,
-    save_random_numbers,
-    save_what_is_overwritten,
-)
+from .joint import extract_backward, keep_in_backward, save_what_is_overwritten
 from .nested import has_nested, write_out
 
 log = _logging.log
@@ -119,7 +114,6 @@ class Region:
         """A pass over the joint graph before it is partitioned."""
         keep_in_backward(joint, self.device_types)
         save_what_is_overwritten(joint)
-        save_random_numbers(joint)
 
     def follow_autocast(self, training: TrainingGraph) -> None:
         """Let the backward of `training` follow the autocast state it runs under."""

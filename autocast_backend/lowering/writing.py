@@ -195,7 +195,7 @@ class Writer:
             values = fx.node.map_arg((args, kwargs), lambda n: n.meta.get("example_value"))
             with observing(self.fake_mode), torch.set_grad_enabled(c.grad), disable_autocast():
                 node.meta["example_value"] = target(*values[0], **values[1])
-        for name in ("stack_trace", "nn_module_stack"):
+        for name in ("stack_trace", "nn_module_stack", "custom"):
             if name in c.node.meta:
                 node.meta[name] = c.node.meta[name]
         self.report.casts += target is not operator.getitem

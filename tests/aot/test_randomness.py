@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
 
 from tests.aot.harness import (
     AOT_EAGER,
@@ -43,6 +44,24 @@ def attends(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q.cos(), dropout_p=0.5)
 
 
+@torch.library.custom_op(
+    "smart_autocast_tests::fills", mutates_args=("x",), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def fills(x: torch.Tensor) -> None:
+    x.uniform_()
+
+
+def draws_in_a_custom_op(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    noise = torch.empty_like(x)
+    fills(noise)
+    return island(x.sin() * noise, w)
+
+
+def draws_in_a_branch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    noise = torch.cond(x.sum() < 9, torch.rand_like, torch.randn_like, (x.detach(),))
+    return island(x.sin() * noise, w)
+
+
 CASES = {
     f.__name__: Case(f) for f in (drops, drops_of_its_input, adds_noise, leaks_at_random, attends)
 }
@@ -57,6 +76,9 @@ def test_the_same_numbers_as_eager(name: str, way: str, partitioner: str) -> Non
     assert_like_the_oracle(CASES[name], way, options={"inner": partitioner})
 
 
+LITTLE_SAVED = CASES | {f.__name__: Case(f) for f in (draws_in_a_custom_op, draws_in_a_branch)}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -67,13 +89,32 @@ def test_the_same_numbers_as_eager(name: str, way: str, partitioner: str) -> Non
     ids=str,
 )
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LITTLE_SAVED)
 def test_the_same_numbers_where_little_is_saved(
     name: str, dynamic: bool, settings: dict[str, Any]
 ) -> None:
     """With stock the backward draws others (PyTorch #190758)."""
     with functorch_config.patch(settings):
-        assert_like_the_oracle(CASES[name], "ambient", options={"inner": MIN_CUT}, dynamic=dynamic)
+        assert_like_the_oracle(
+            LITTLE_SAVED[name], "ambient", options={"inner": MIN_CUT}, dynamic=dynamic
+        )
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_inductor_draws_once_for_a_checkpoint(budget: float) -> None:
+    """From a seed, which the state that a checkpoint draws again from has no part in."""
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * torch.rand_like(x)
+
+    torch._dynamo.reset()
+    x = (torch.rand(8, 8) + 0.5).requires_grad_()
+    with functorch_config.patch(activation_memory_budget=budget):
+        y = torch.compile(
+            lambda x: checkpoint(noisy, x, use_reentrant=False) * 1, backend="smart_autocast"
+        )(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient / x.cos(), y / x.sin())
 
 
 def test_another_seed_is_another_result(monkeypatch: pytest.MonkeyPatch) -> None:
