@@ -4,8 +4,9 @@ Every one follows autocast's own rule (``cached_cast`` in PyTorch's ``ATen/autoc
 tensor is cast if and only if it is floating point, not float64, on the device type asked for, and
 not of the target dtype yet. In every other case the argument itself is returned, not a copy.
 Gradients return in the argument's dtype. All of them can be traced by ``torch.compile`` and work
-under ``torch.func`` transforms; sparse, quantized and complex tensors are a ``RuntimeError``, and
-so are MKLDNN and float4 ones where there is something to cast.
+under ``torch.func`` transforms, but for ``functionalize``, which takes no op that may return its
+argument; sparse, quantized and complex tensors are a ``RuntimeError``, and so are MKLDNN and float4
+ones where there is something to cast.
 """
 
 from __future__ import annotations

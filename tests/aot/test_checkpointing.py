@@ -177,3 +177,22 @@ def test_a_compiled_block_inside_a_checkpoint(way: str, reentrant: bool) -> None
         return found
 
     assert not list(differences(steps(**AOT_EAGER), steps(**ORACLE)))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="torch is older"
+)
+def test_a_memory_budget_for_all_of_a_forward() -> None:
+    """PyTorch asks each op whether it is annotated: the casts, too."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.region_activation_memory_budget(0.5), torch.autocast(**BF16):
+            return ((x @ w).sin() @ w).cos()
+
+    def step(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        x, w = leaves()
+        y = torch.compile(function, **compile_arguments)(x, w)
+        return [y, *torch.autograd.grad(y.sum(), (x, w))]
+
+    assert_same_bits(step(**AOT_EAGER), step(**ORACLE))
