@@ -140,7 +140,11 @@ def marks_heeded(mark: Callable[[fx.Graph], None]) -> Iterator[None]:
 
 
 def _overlooked(saved: list[fx.Node], backward: Collection[fx.Node]) -> list[fx.Node]:
-    """What must be saved, and would be computed again for `backward` with what is `saved`."""
+    """What must be saved, and would be computed again for `backward` with what is `saved`. Of a
+    view that is what it is one of."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    is_view = get_default_op_list().is_view
     overlooked: list[fx.Node] = []
     seen = {*saved, *backward}
     pending = [*backward]
@@ -149,8 +153,8 @@ def _overlooked(saved: list[fx.Node], backward: Collection[fx.Node]) -> list[fx.
             if node in seen:
                 continue
             seen.add(node)
-            call = node.args[0] if node.target is operator.getitem else node
-            (overlooked if is_saved(call) else pending).append(node)  # type: ignore[arg-type]
+            call: Any = node.args[0] if node.target is operator.getitem else node
+            (overlooked if is_saved(call) and not is_view(call) else pending).append(node)
     return overlooked
 
 

@@ -248,6 +248,7 @@ _ATEN_NAMES = MappingProxyType(
         "and_": "bitwise_and",
         "cross_entropy": "cross_entropy_loss",
         "floordiv": "floor_divide",
+        "fold": "col2im",
         "grid_sample": "grid_sampler",
         "imatmul": "matmul",
         "interpolate": "upsample_nearest2d",  # `op_name` knows which; they have the same policy
@@ -307,6 +308,8 @@ def name_of(function: Any) -> str:
     if is_dispatched(function):
         name, overload = op_name_of(function)
         return _aten(name) and _aten(name) + (f".{overload}" if overload else "")
+    if function is F.unfold:  # a tensor's `unfold` is another op
+        return "im2col"
     return _plain(getattr(function, "__name__", ""))
 
 
