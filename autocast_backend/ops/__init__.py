@@ -25,6 +25,7 @@ if KERNEL_TIER.name == "native":
     _library = torch.library.Library("smart_autocast", "FRAGMENT")
 else:
     _library = reference.register()
+reference.refuse_nested(_library)
 _cast_with_stats.register(_library)
 _multi_cast.register()
 _stochastic_cast.register(_library)

@@ -7,6 +7,7 @@ need it on every tier, for devices without a kernel, have theirs in ``_<op>.py``
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -360,3 +361,35 @@ def register() -> torch.library.Library:
         for key in dispatch_keys:
             library.impl(name, kernel, key)
     return library
+
+
+_DENSE_ALONE = (
+    "cast_with_stats",
+    "multi_cast",
+    "multi_cast.out",
+    "stochastic_cast",
+    "unscale_cast",
+    "unscale_cast.out",
+)
+
+
+def refuse_nested(library: torch.library.Library) -> None:
+    """Say what is wrong with nested tensors, which are no memory that a kernel of ours knows, on
+    every tier. The smart casts take them, as autocast does."""
+    for name in _DENSE_ALONE:
+        for key in ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA"):
+            library.impl(name, functools.partial(_refuse_nested, name), key)
+
+
+def _refuse_nested(name: str, *args: Any, **kwargs: Any) -> None:
+    op, _, overload = name.partition(".")
+    schema = getattr(getattr(torch.ops.smart_autocast, op), overload or "default")._schema
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+    for argument, value in {**given, **kwargs}.items():
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, Tensor) and tensor.is_nested:
+                raise fail(
+                    op,
+                    f"argument '{argument}' must be a dense tensor of real numbers, got a nested "
+                    "tensor; pass tensor.values(), or cast it by tensor.to(dtype)",
+                )
