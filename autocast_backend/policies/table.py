@@ -245,6 +245,7 @@ def differences(device_type: str) -> Differences:
 # Python names whose ATen op is called something else.
 _ATEN_NAMES = MappingProxyType(
     {
+        "affine_grid": "affine_grid_generator",
         "and_": "bitwise_and",
         "cross_entropy": "cross_entropy_loss",
         "floordiv": "floor_divide",

@@ -768,6 +768,10 @@ def overridden(function: Any, op: str, *inputs: torch.Tensor, policy: str = "fp3
         (lambda x: F.max_pool2d(x.view(1, 1, 2, 2), 2), "aten::max_pool2d"),
         (lambda x: F.unfold(x.view(1, 1, 2, 2), 2), "aten::im2col"),
         (lambda x: F.fold(x.view(1, 4, 1), 2, 2), "aten::col2im"),
+        (
+            lambda x: F.affine_grid(x.new_ones(1, 2, 3), [1, 1, 2, 2], align_corners=False),
+            "aten::affine_grid_generator",
+        ),
     ],
 )
 def test_a_call_by_another_spelling_is_named(function: Any, op: str) -> None:
