@@ -231,10 +231,10 @@ def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[...,
     call = next(node for node, name in names_of(graph_module).items() if name == keeper)
     log.warning(
         "not compiled: a graph runs as in eager mode, because the casts that %s makes of weights "
-        "could not be shared with other calls, as autocast shares them [%s]. If allow_in_graph "
+        "could not be shared with other calls, as autocast shares them%s. If allow_in_graph "
         "hides a function of yours from Dynamo, take it away",
         getattr(call.target, "__name__", call.target),
-        source_line(call),
+        f" [{line}]" if (line := source_line(call)) else "",
     )
     counters()["smart_autocast"]["left_eager"] += 1
     for listener in listeners:

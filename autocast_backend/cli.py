@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="smart-autocast", description="Mixed precision as a property of the graph."
+        prog="smart-autocast", description="See and lower the autocast regions of PyTorch."
     )
     parser.add_argument(
         "--version", action="version", version=f"smart_autocast {_version('smart_autocast')}"
@@ -56,16 +56,18 @@ def _parser() -> argparse.ArgumentParser:
         "differ",
     )
     explain = commands.add_parser(
-        "explain", help="run a Python program, then say what became of each call that it compiled"
+        "explain",
+        help="run a Python program, then say what became of each call that it compiled",
+        usage="%(prog)s [-h] [--report FILE] PROGRAM [ARGUMENTS]",
     )
     explain.add_argument("program", type=Path, metavar="PROGRAM", help="a Python file")
     of_program = explain.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     of_program.required = False  # so that an error does not name them
     explain.add_argument(
-        "--report", type=Path, metavar="FILE", help="the same as an HTML page; before the program"
+        "--report", type=Path, metavar="FILE", help="write an HTML page too; comes before PROGRAM"
     )
     lower = commands.add_parser(
-        "lower", help="smart casts in place of the autocast regions of an exported program"
+        "lower", help="replace the autocast regions of an exported program by smart casts"
     )
     lower.add_argument("program", type=Path, help="a file that torch.export.save wrote")
     lower.add_argument("-o", "--output", type=Path, required=True, help="the lowered program")
@@ -73,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         "--report", type=Path, metavar="FILE", help="an HTML page: what became of each call"
     )
     lower.add_argument(
-        "--device", metavar="TYPE", help="lower for another device type than the CPU, such as cuda"
+        "--device",
+        metavar="TYPE",
+        help="whose policies to apply, such as cuda; default: that of the program's tensors",
     )
     return parser
 

@@ -73,7 +73,7 @@ def collecting() -> Iterator[CastReport]:
         backend.listeners.remove(add)
 
 
-def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CastReport]:
+def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., CastReport]:
     """What `torch.compile(fn, backend="smart_autocast", options=options)` does to each call.
 
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -85,6 +85,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CastReport]
 
     Args:
         fn: a function or module, compiled already or not.
+        arguments: none; those of `fn` go to what this returns.
         options: those of the backend, as keyword arguments. `inner` and `inductor` are checked,
             and change nothing.
 
@@ -93,11 +94,16 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CastReport]
         mode and the arguments that it is called with.
 
     Raises:
-        TypeError: `fn` cannot be called.
+        TypeError: `fn` cannot be called, or there are `arguments`.
         OptionValueError, OptionTypeError: options that cannot be, before `fn` runs.
     """
     if not callable(fn):
         raise OptionTypeError(f"fn: expected a function or a module; got {type(fn).__name__}")
+    if arguments:
+        raise OptionTypeError(
+            f"explain: expected a function or a module alone; got {len(arguments)} more: call what "
+            "it returns with them, as explain(model)(x)"
+        )
     for name in ("options", "mode", "backend"):
         if name in options:
             raise OptionTypeError(

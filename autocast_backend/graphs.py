@@ -22,7 +22,9 @@ def check_graph_module(graph_module: object) -> None:
     if not isinstance(graph_module, fx.GraphModule):
         raise TypeError(
             "graph_module: expected a torch.fx.GraphModule, such as Dynamo gives a backend; "
-            f"got {type(graph_module).__name__}"
+            f"got {type(graph_module).__name__}. A model is compiled by torch.compile(model, "
+            'backend="smart_autocast"), an exported program lowered by '
+            "autocast_backend.export.lower"
         )
 
 

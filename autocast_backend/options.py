@@ -14,12 +14,12 @@ from ._torch.configs import (
 )
 from ._torch.dynamo import backend_names, pass_through_error
 from .policies.overrides import Overrides, parse_overrides
-from .spelling import nearest
+from .spelling import nearest, one_of
 from .state import check_autocast_arguments
 
 _PassThrough = pass_through_error()
 
-_VALIDATE = ("dtype", "strict", "off")
+_VALIDATE = ("strict", "dtype", "off")
 _WEIGHT_CACHE = ("scope", "version", "off")
 _BACKWARD = ("auto", "same_as_forward", "off")
 _ON_MISMATCH = ("warn", "error", "do_nothing")
@@ -88,7 +88,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
     """Check what the user gave `torch.compile` and return it as `Options`.
 
     Raises:
-        OptionValueError: an unknown option or value, with the nearest valid name.
+        OptionValueError: an unknown option or value, with the valid ones.
         OptionTypeError: a value of the wrong type.
     """
     if not isinstance(options, Mapping | None):
@@ -148,8 +148,9 @@ def _check_autocast(name: str, given: Any, other: str) -> tuple[Mapping[str, Any
     entries = [given] if isinstance(given, Mapping) else given
     if not isinstance(entries, (list, tuple)):
         raise OptionTypeError(
-            f"option {name!r}: expected {other}, a dict of torch.autocast arguments or a list of "
-            f"such dicts; got {given!r}"
+            f"option {name!r}: expected {other}, a dict of torch.autocast arguments, such as "
+            f'{{"device_type": "cpu", "dtype": torch.bfloat16}}, or a list of such dicts; '
+            f"got {given!r}"
         )
     for arguments in entries:
         try:
@@ -181,12 +182,10 @@ def _check_backward(given: Any) -> str | tuple[Mapping[str, Any], ...]:
 
 def _check_choice(name: str, given: Any, known: tuple[str, ...]) -> str:
     if not isinstance(given, str):
-        raise OptionTypeError(
-            f"option {name!r}: expected one of {', '.join(map(repr, known))}; got {given!r}"
-        )
+        raise OptionTypeError(f"option {name!r}: expected {one_of(known)}; got {given!r}")
     if given not in known:
         raise OptionValueError(
-            f"option {name!r}: unknown value {given!r}; expected {nearest(given, known)}"
+            f"option {name!r}: unknown value {given!r}; expected {one_of(known)}"
         )
     return given
 
@@ -217,7 +216,7 @@ def _check_inductor(given: Any, mode: str | None, inner: Any) -> Mapping[str, An
         return patches
     modes = inductor_mode_options()
     if not isinstance(mode, str):
-        raise OptionTypeError(f"mode: expected one of {', '.join(map(repr, modes))}; got {mode!r}")
+        raise OptionTypeError(f"mode: expected {one_of(modes)}; got {mode!r}")
     if mode not in modes:
-        raise OptionValueError(f"unknown mode {mode!r}; expected {nearest(mode, modes)}")
+        raise OptionValueError(f"unknown mode {mode!r}; expected {one_of(modes)}")
     return {**modes[mode], **patches}

@@ -13,4 +13,9 @@ def nearest(name: str, valid: Iterable[object]) -> str:
     if close:
         return " or ".join(map(repr, close))
     more = f" (and {len(names) - 20} more)" if len(names) > 20 else ""
-    return "one of " + ", ".join(names[:20]) + more
+    return one_of(names[:20]) + more
+
+
+def one_of(valid: Iterable[object]) -> str:
+    """All of them."""
+    return "one of " + ", ".join(repr(str(name)) for name in valid)

@@ -99,7 +99,9 @@ class AutocastState:
             ValueError: a device type that autocast does not know.
         """
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype: expected a torch.dtype or None; got {dtype!r}")
+            raise TypeError(
+                f"dtype: expected a torch.dtype such as torch.bfloat16, or None; got {dtype!r}"
+            )
         now = self.device(device_type)
         new = DeviceAutocast(device_type, enabled, dtype if dtype is not None else now.dtype)
         if device_type != "cuda" and new.dtype not in AMBIENT_DTYPES:

@@ -228,6 +228,8 @@ def test_bad_arguments_are_refused_before_anything_runs() -> None:
         explain(torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(OptionTypeError, match=r"explain takes no 'options': .* keyword arguments"):
         explain(Model(), options={"validate": "off"})
+    with pytest.raises(OptionTypeError, match=r"alone; got 1 more: .* explain\(model\)\(x\)"):
+        explain(Model(), torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])

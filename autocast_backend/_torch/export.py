@@ -36,11 +36,12 @@ def _module_calls(program: ExportedProgram) -> list[ModuleCallEntry]:
     """The calls of modules that `preserve_module_call_signature` asked for. Export does not find
     out what goes into those inside of a region, and leaves their signatures without inputs, which
     `torch.export.unflatten` cannot read."""
-    entries = copy.deepcopy(program._module_call_graph)
-    for entry in entries:
+    entries = []
+    for entry in program._module_call_graph:
         signature = entry.signature
         if entry.fqn and signature and signature.in_spec.num_leaves and not signature.inputs:
-            entry.signature = None
+            entry = ModuleCallEntry(entry.fqn)  # `copy.deepcopy` warns of its specs (2.13)
+        entries.append(entry)
     return entries
 
 

@@ -126,7 +126,8 @@ def _check(program: Any) -> None:
     if not isinstance(program, ExportedProgram):
         raise TypeError(
             "exported_program: expected a torch.export.ExportedProgram, as torch.export.export "
-            f"returns; got {type(program).__name__}"
+            f"returns; got {type(program).__name__}. Of a model, it is "
+            "torch.export.export(model, inputs)"
         )
     if program.dialect != "TRAINING":
         raise ValueError(

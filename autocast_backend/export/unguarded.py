@@ -32,7 +32,8 @@ def module(exported_program: ExportedProgram) -> fx.GraphModule:
     if not isinstance(exported_program, ExportedProgram):
         raise TypeError(
             "exported_program: expected a torch.export.ExportedProgram, as "
-            f"autocast_backend.export.lower returns; got {type(exported_program).__name__}"
+            f"autocast_backend.export.lower returns; got {type(exported_program).__name__}. Of a "
+            "model, it is lower(torch.export.export(model, inputs))"
         )
     unguarded = exported_program.module()
     assert isinstance(unguarded, fx.GraphModule)

@@ -33,10 +33,12 @@ def lower_autocast(
     Args:
         graph_module: a graph of torch-level calls, as Dynamo gives it to a backend, or of ATen ops,
             as `torch.export` and `make_fx(pre_dispatch=True)` make it: its regions are enter and
-            exit nodes or `wrap_with_autocast` calls. Every call has its value under eager autocast,
-            a fake tensor, in `meta["example_value"]` or `meta["val"]`. It is left as it is.
+            exit nodes or `wrap_with_autocast` calls. Every input and call has its value, a fake
+            tensor, in `meta["example_value"]` or `meta["val"]`: that under eager autocast, without
+            `ambient`. It is left as it is.
         ambient: the autocast state around the graph: an `AutocastState`, the arguments of one
-            `torch.autocast`, or a sequence of them. Regions inside the graph come on top.
+            `torch.autocast`, or a sequence of them. Regions inside the graph come on top. The
+            values of all calls are computed anew under it, from those of the inputs.
         policies: overrides, as the option `policies` of the backend takes them. The names of
             modules are those that the nodes know (`meta["nn_module_stack"]`).
 
@@ -55,7 +57,8 @@ def lower_autocast(
     check_graph_module(graph_module)
     overrides = bind(parse_overrides("policies", policies), graph_module)
     flat, _ = hops_to_regions(graph_module)
-    lower_flat(flat, Context(ambient=AutocastState.of(ambient), overrides=overrides))
+    context = Context(ambient=AutocastState.of(ambient), overrides=overrides)
+    lower_flat(flat, context, propagated=not context.ambient.enabled_devices)
     if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
         flat, _ = regions_to_hops(flat)
     return flat

@@ -336,7 +336,7 @@ def _stochastic_cast(
     for name, value in (("seed", seed), ("offset", offset)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise TypeError(
-                f"argument '{name}' must be an int for rounding='stochastic', got "
+                f"argument '{name}' must be an int for rounding='stochastic', such as 0, got "
                 f"{type(value).__name__}; the same seed and offset give the same bits"
             )
         if isinstance(value, int) and not (is_compiling() or -(2**63) <= value < 2**63):

@@ -18,7 +18,7 @@ from torch import fx
 from .._torch.autocast import dispatched_ops
 from .._torch.dynamo import pass_through_error
 from .._torch.ops import is_dispatched, op_name_of
-from ..spelling import nearest
+from ..spelling import nearest, one_of
 from ..state import AMBIENT_DTYPES, AutocastState
 from ..validation.verdicts import comes_with_torch
 from .paths import Name, parse_name
@@ -189,7 +189,10 @@ def parse_overrides(where: str, given: Any) -> Overrides:
     entries = _mapping(where, {} if given is None else given, '{"op": ..., "module": ...}')
     for key in entries:
         if key not in ("op", "module"):
-            raise ValueError(f"{where}: unknown key {key!r}; expected 'op' or 'module'")
+            raise ValueError(
+                f"{where}: unknown key {key!r}; expected 'op' or 'module', such as "
+                '{"op": {"aten::mm": "fp32"}}'
+            )
     ops = _mapping(f"{where}: 'op'", entries.get("op", {}), '{"aten::softmax": "fp32"}')
     known = dispatched_ops() if ops else frozenset()
     for op in ops:
@@ -213,7 +216,7 @@ def _mapping(where: str, given: Any, example: str) -> Mapping[str, Any]:
         raise TypeError(f"{where}: expected a dict such as {example}; got {given!r}")
     for name in given:
         if not isinstance(name, str):
-            raise TypeError(f"{where}: expected strings as keys; got {name!r}")
+            raise TypeError(f"{where}: expected strings as keys, as in {example}; got {name!r}")
     return given
 
 
@@ -222,8 +225,7 @@ def _override(where: str, key: str, pattern: str, value: Any) -> Override:
     asked = {"policy": value} if isinstance(value, str) else value
     if not isinstance(asked, Mapping):
         raise TypeError(
-            f"{entry}: expected one of {', '.join(map(repr, _VALUES))}, or a dict of 'policy' and "
-            f"'dtype'; got {value!r}"
+            f"{entry}: expected {one_of(_VALUES)}, or a dict of 'policy' and 'dtype'; got {value!r}"
         )
     if unknown := [k for k in asked if k not in ("policy", "dtype")]:
         raise ValueError(f"{entry}: unknown key {unknown[0]!r}; expected 'policy' or 'dtype'")
@@ -232,7 +234,8 @@ def _override(where: str, key: str, pattern: str, value: Any) -> Override:
         raise ValueError(f"{entry}: expected 'policy' or 'dtype' or both; got {value!r}")
     if policy is not None and policy not in _VALUES:
         raise ValueError(
-            f"{entry}: unknown policy {policy!r}; expected {nearest(str(policy), _VALUES)}"
+            f"{entry}: unknown policy {policy!r}; expected {one_of(_VALUES)}, or for another lower "
+            'precision than that of the region a dict such as {"dtype": torch.float16}'
         )
     if dtype is not None and dtype not in AMBIENT_DTYPES:
         raise ValueError(

@@ -92,6 +92,26 @@ def test_one_lowered_graph_serves_every_dtype(region: dict, given: torch.dtype) 
         assert_same_bits(actual, function(*cast, with_cat=len(actual) > CAT))
 
 
+class PaddedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.pad(self.layer(x)[None], (1, 1), mode="reflect")  # float32 under autocast
+
+
+def test_an_ambient_state_that_the_graph_was_not_captured_under() -> None:
+    """What autocast does to a call follows from the dtypes that it gets there."""
+    model, x = PaddedLayer(), torch.randn(4, 8)
+    exported = torch.export.export(model, (x,)).graph_module
+    lowered = lower_autocast(exported, ambient=BF16)
+    with torch.autocast(**BF16):
+        assert_same_bits(lowered(*model.parameters(), x)[0], model(x))
+    *_, padded, _ = lowered.graph.nodes
+    assert padded.meta["val"].dtype is torch.float32
+
+
 CAT = 5  # the position of `torch.cat` among the outputs of the function above
 
 
