@@ -27,6 +27,7 @@ from ._torch.dynamo import (
 )
 from ._torch.fake_tensors import changing_numbers, fake_inputs
 from ._torch.kernels import kernels_opened
+from ._torch.traces import traces_noted
 from .backward.joint import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
@@ -151,7 +152,8 @@ def _compile(
             if is_recorded(module):
                 region = _region(module, inputs, inner, parsed, context.ambient)
                 stack.enter_context(training_graphs(region.follow_autocast))
-                stack.enter_context(backward_traced_off(region.keep_in_backward))
+                note = stack.enter_context(traces_noted())
+                stack.enter_context(backward_traced_off(note, region.keep_in_backward))
                 stack.enter_context(marks_heeded(save_random_numbers))
             values = [node.meta.get("example_value") for node in nodes_of(module)]
             stack.enter_context(own_cache_entries(changing_numbers(values)))

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from autocast_backend import export, lower_autocast
 from autocast_backend._torch import kernels
-from autocast_backend._torch.autocast import has_autocast_kernel
+from autocast_backend._torch.autocast import autocast_registrations, has_autocast_kernel
 from autocast_backend._torch.kernels import kernels_opened
 from autocast_backend.state import AutocastState
 from autocast_backend.validation import verdicts
@@ -124,7 +124,7 @@ def test_a_result_that_comes_out_twice(region: bool) -> None:
 
 def test_without_opening_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "OPENED", {})
-    monkeypatch.setattr(kernels, "_openable", tuple)
+    monkeypatch.setattr(kernels, "is_open", lambda: False)
     monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: None)
     verdicts.forget()
     try:
@@ -230,33 +230,46 @@ def test_an_exported_program() -> None:
     assert_same_bits(program.module()(t), Model()(t))
 
 
-def test_the_dispatcher_is_as_it_was() -> None:
+def test_the_dispatcher_is_changed_once() -> None:
+    """Other threads read it meanwhile, without a lock."""
+
+    def dumped() -> list[str]:
+        names = [name.partition(".") for name in kernels.OPENED]
+        ops = [getattr(getattr(ATEN, n, None), o or "default", None) for n, _, o in names]
+        return [torch._C._dispatch_dump_table(op.name()) for op in ops if op is not None]
+
+    with kernels_opened():
+        before = dumped()
+        assert any("autocast_backend" in table for table in before)
+    assert dumped() == before
+    with kernels_opened():
+        assert dumped() == before
+
+
+def test_our_kernels_are_no_rules_of_autocast() -> None:
     op = ATEN._trilinear.default
     with kernels_opened():
+        assert not has_autocast_kernel(op, ("cpu",))
+        assert "aten::_trilinear" not in autocast_registrations("cpu")
+        assert not kernels.has_rules_of_users()
+
+
+def test_a_users_rule_takes_the_place_of_our_kernel() -> None:
+    with kernels_opened():
+        pass
+    op, x = ATEN.mvlgamma.default, torch.full((2,), 3.0)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(op, lambda x, p: x * 2, "AutocastCPU")
+    try:
         assert has_autocast_kernel(op, ("cpu",))
-        with kernels_opened():
-            pass
-        assert has_autocast_kernel(op, ("cpu",))
-    assert not has_autocast_kernel(op, ("cpu",))
-
-
-def test_a_lowering_changes_the_dispatcher_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time takes longer than to lower a call does, and every smart cast is observed."""
-
-    def region(x: torch.Tensor) -> torch.Tensor:
+        assert kernels.has_rules_of_users()
         with torch.autocast(**BF16):
-            return F.softmax(x @ x @ x, -1) @ x
-
-    opened, library = [], torch.library.Library
-
-    def counted(*args: Any) -> Any:
-        opened.append(args)
-        return library(*args)
-
-    graph = capture(region, torch.ones(4, 4))
-    monkeypatch.setattr(torch.library, "Library", counted)
-    lower_autocast(graph)
-    assert opened == [("aten", "IMPL")]
+            assert torch.equal(op(x, 1), x * 2)
+    finally:
+        library._destroy()
+    assert not has_autocast_kernel(op, ("cpu",))
+    with torch.autocast(**BF16):
+        assert torch.equal(op(x, 1), torch.lgamma(x))
 
 
 def test_calls_of_other_threads_are_eagers() -> None:

@@ -300,11 +300,13 @@ class JointGraph:
         graph_module: its outputs are those of the forward, then the gradients.
         num_forward_outputs: how many outputs are the forward's.
         compile_backward: the inner compiler's backward compiler; None if it cannot be seen.
+        after_inductor: whether Inductor's passes over joint graphs have run.
     """
 
     graph_module: fx.GraphModule
     num_forward_outputs: int
     compile_backward: Callable[..., Any] | None
+    after_inductor: bool = False
 
 
 # How a partitioned forward draws what a checkpoint will draw again.
@@ -320,6 +322,7 @@ def trace_joint_graph(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     backward_autocast: list[dict[str, Any]],
+    joint_pass: Callable[[fx.GraphModule], None],
 ) -> JointGraph:
     """The joint graph AOTAutograd traces for `graph_module` when the backward runs inside these
     `torch.autocast` contexts.
@@ -330,6 +333,7 @@ def trace_joint_graph(
         graph_module: taken over by the compiler: give it a copy.
         inputs: fake inputs.
         backward_autocast: what the backward is traced under; empty for "off".
+        joint_pass: sees the joint graph, after the user's own pass.
     """
     from torch._dynamo.backends import common
     from torch._functorch import config
@@ -346,7 +350,7 @@ def trace_joint_graph(
         compiler = kwargs.get("bw_compiler")
 
         def capture(graph: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
-            found.append(JointGraph(graph, num_fwd_outputs, compiler))
+            found.append(JointGraph(graph, num_fwd_outputs, compiler, _is_inductors(partition)))
             raise _Captured
 
         def partition_fn(graph: fx.GraphModule, joint_inputs: Any, **arguments: Any) -> Any:
@@ -361,7 +365,9 @@ def trace_joint_graph(
         nonlocal outermost
         outermost = True
         tag_backward(graph)
-        return users_pass(graph, joint_inputs) if callable(users_pass) else graph
+        graph = users_pass(graph, joint_inputs) if callable(users_pass) else graph
+        joint_pass(graph)
+        return graph
 
     counted = counters()["aot_autograd"].copy()
     with contextlib.ExitStack() as stack:
@@ -429,13 +435,17 @@ def is_saved(node: fx.Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
+def _is_inductors(partition: Callable[..., Any]) -> bool:
+    return getattr(partition, "__module__", "") == "torch._inductor.compile_fx"
+
+
 @contextlib.contextmanager
 def _before_partitioning(
     partition: Callable[..., Any], capture: Callable[..., Any]
 ) -> Iterator[Callable[..., Any]]:
     """`capture` in the place of `partition`; in Inductor's, after its passes over the joint graph,
     which decide what the values that a forward saves are called."""
-    if getattr(partition, "__module__", "") != "torch._inductor.compile_fx":
+    if not _is_inductors(partition):
         yield capture
         return
     from torch._inductor import config

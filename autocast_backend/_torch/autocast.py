@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch._higher_order_ops.wrap import wrap_with_autocast
@@ -20,6 +21,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "has_autocast_kernel",
+    "register_autocast_kernel",
     "wrap_with_autocast",
 ]
 
@@ -29,9 +31,34 @@ def autocast_device_types() -> tuple[str, ...]:
     return tuple(torch._C._autocast_supported_devices())
 
 
+_OURS: set[tuple[str, str]] = set()
+"""Names of ops and keys that `register_autocast_kernel` has registered kernels for."""
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def register_autocast_kernel(
+    op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
+) -> None:
+    """Give an op of ATen a kernel `kernel(keyset, *args, **kwargs)` for autocast, for good. Nobody
+    else is told of it, here or by `torch.library`: others may register theirs in its place."""
+    key = autocast_key(device_type)
+    before = set(torch.library._impls)
+    _library.impl(op, kernel, key, with_keyset=True)
+    torch.library._impls.intersection_update(before)
+    _OURS.add((op.name(), key))
+
+
 def autocast_registrations(device_type: str) -> list[str]:
     """The dispatcher's own list of ops with an autocast kernel, as `aten::name.overload`."""
-    return torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
+    key = autocast_key(device_type)
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return [name for name in names if _is_of_others(name, key)]
+
+
+def _is_of_others(name: str, key: str) -> bool:
+    """Whether a kernel for autocast that the dispatcher has is not ours."""
+    return (name, key) not in _OURS or f"{name.replace('::', '/')}/{key}" in torch.library._impls
 
 
 def dispatched_ops() -> frozenset[str]:
@@ -54,9 +81,10 @@ def any_autocast_enabled() -> bool:
 
 def has_autocast_kernel(op: torch._ops.OpOverload, device_types: Iterable[str]) -> bool:
     """Whether autocast does something of its own for `op`: PyTorch's rules, registered ones too."""
+    name = op.name()
     return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), autocast_key(d))
-        for d in device_types
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key) and _is_of_others(name, key)
+        for key in map(autocast_key, device_types)
     )
 
 

@@ -26,11 +26,11 @@ def backward_pass_autocast_config() -> Any:
 
 
 def backward_traced_off(
-    joint_pass: Callable[[fx.GraphModule], None],
+    *joint_passes: Callable[[fx.GraphModule], None],
 ) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd traces the backward under what is on, which is nothing, and its cache key has the
-    default in it, whatever the user has set. `joint_pass` sees the joint graph, after the user's
-    own pass; it must not depend on more than the graph, because the cache key has no pass in it."""
+    default in it, whatever the user has set. The passes see the joint graph, after the user's own
+    pass; they must not depend on more than the graph, because the cache key has no pass in it."""
     from torch._functorch import config
 
     users = config.joint_custom_pass
@@ -38,7 +38,8 @@ def backward_traced_off(
     def joint_custom_pass(graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
         tag_backward(graph)
         graph = users(graph, inputs) if callable(users) else graph
-        joint_pass(graph)
+        for joint_pass in joint_passes:
+            joint_pass(graph)
         return graph
 
     return config.patch(
@@ -89,6 +90,8 @@ def _set_constant_floats(names: set[str]) -> None:
     TensorifyState.force_specializations = names.copy()
 
 
+_einsum = torch.backends.opt_einsum
+
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (_constant_floats, _set_constant_floats),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -101,6 +104,8 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
     (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (lambda: _einsum.enabled, functools.partial(setattr, _einsum, "enabled")),
+    (lambda: _einsum.strategy, functools.partial(setattr, _einsum, "strategy")),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -42,9 +43,12 @@ def dynamo_error() -> type[Exception]:
 
 
 def lookup_backend(name: str) -> Callable[..., Any]:
-    """The registered Dynamo backend `name`; there is no public lookup."""
+    """The registered Dynamo backend `name`; there is no public lookup. Inductor is imported, which
+    it would be by its first call: `traces.py` looks at its partitioner."""
     from torch._dynamo.backends.registry import lookup_backend
 
+    if name == "inductor":
+        importlib.import_module("torch._inductor.compile_fx")
     return lookup_backend(name)
 
 
@@ -376,7 +380,8 @@ def input_path(node: torch.fx.Node) -> str | None:
 def guard_leaf_and_view(node: fx.Node, value: torch.Tensor) -> None:
     """Have Dynamo compile anew for an input that is another kind of tensor than `value`: a leaf of
     autograd or not, a view or not. It does not ask, and eager autocast caches the casts of leaves
-    that are no views. Parameters are both, and Dynamo asks for their type."""
+    that are no views. Parameters are both, and Dynamo asks for their type; one that is no leaf any
+    more, since what requires grad was written to it, is still taken for one."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._guards import TracingContext

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -62,13 +64,23 @@ def running(fake_mode: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def failures_unlogged() -> Iterator[None]:
     """Try an op that may not take its arguments: fake tensors log every refusal as an error, with
-    its traceback, before they raise it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    its traceback, before they raise it. What other threads log is let through."""
+    _filter_log()
+    before = getattr(_here, "unlogged", False)
+    _here.unlogged = True
     try:
         yield
     finally:
-        log.disabled = before
+        _here.unlogged = before
+
+
+_here = threading.local()
+
+
+@functools.cache
+def _filter_log() -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(lambda _: not getattr(_here, "unlogged", False))
 
 
 def like(traced: Any, value: Any) -> Any:
@@ -173,6 +185,20 @@ def size_expression(value: Any) -> Any | None:
     symbols = value.node.expr.free_symbols
     known = symbols and all(symbol_is_type(symbol, SymT.SIZE) for symbol in symbols)
     return value.node.expr if known else None
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a number, or hangs on dynamic sizes of inputs alone."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return all(symbol_is_type(s, SymT.SIZE) for s in value.node.expr.free_symbols)
+    return isinstance(value, (bool, int, float))
+
+
+def size_hint(value: Any) -> Any:
+    """The number that a size (`is_size`) had when it was traced."""
+    return value if isinstance(value, (bool, int, float)) else value.node._hint
 
 
 def symbol_key(symbol: Any) -> str:

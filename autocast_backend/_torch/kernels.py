@@ -32,7 +32,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .autocast import autocast_device_types, autocast_key, disable_autocast, has_autocast_kernel
+from .autocast import (
+    autocast_device_types,
+    autocast_key,
+    disable_autocast,
+    has_autocast_kernel,
+    register_autocast_kernel,
+)
 from .ops import overloads_of
 
 OPENED = {
@@ -64,16 +70,19 @@ Body = Callable[..., Any]
 
 @contextlib.contextmanager
 def kernels_opened() -> Iterator[None]:
-    """Open the kernels of `OPENED` for what this thread does meanwhile.
+    """Open the kernels of `OPENED`, and Triton ops, for what this thread does meanwhile.
 
     The dispatcher, which is one for all threads, has a kernel of ours for them under autocast then.
-    Calls of other threads go on to PyTorch's.
+    Calls of other threads go on to PyTorch's. It is read without a lock: a kernel that came and
+    went with each compilation would break calls of that op in other threads. So those of ATen's ops
+    stay. A Triton op may be defined anew, so its kernel goes.
     """
     global _users
+    _register_kernels()
     with _lock:
         if _users == 0:
             libraries: dict[str, torch.library.Library] = {}
-            for op, device_type, body in (*_openable(), *_triton_ops()):
+            for op, device_type, body in _triton_ops():
                 if not has_autocast_kernel(op, (device_type,)):  # a user's rule is left alone
                     if op.namespace not in libraries:
                         libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
@@ -94,13 +103,17 @@ def kernels_opened() -> Iterator[None]:
                 _libraries.pop()._destroy()
 
 
+@functools.cache
+def _register_kernels() -> None:
+    for op, device_type, body in _openable():
+        if not has_autocast_kernel(op, (device_type,)):  # a user's rule is left alone
+            register_autocast_kernel(op, device_type, _kernel(op, device_type, body))
+
+
 def has_rules_of_users() -> bool:
-    """Whether Python code gives ops of PyTorch's another autocast rule, by `torch.library`: other
-    than the kernels that stand here."""
-    with _lock:
-        ours = {name for library in _libraries for name in library._op_impls}
-        others = torch.library._impls - ours  # "aten/sin/AutocastCPU"
-    return any("/Autocast" in name and name.startswith("aten/") for name in others)
+    """Whether Python code gives ops of PyTorch's another autocast rule, by `torch.library`."""
+    names = list(torch.library._impls)  # "aten/sin/AutocastCPU"
+    return any("/Autocast" in name and name.startswith("aten/") for name in names)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from .._torch.aot import (
 )
 from .._torch.fake_tensors import size_expression
 from .._torch.hooks import unpacking_of
+from .._torch.traces import Trace, trace_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of
 from .nested import write_out
@@ -171,7 +172,15 @@ def extract_backward(
             again.
     """
     numbering = Numbering()
-    first_joint, nodes = write_out(reference.graph_module)
+    first_joint, written_out = write_out(reference.graph_module)
+    saved_as = saved_nodes(partitioned, reference)
+    nodes = {n: written_out[v.name] for n, v in saved_as.items() if v.name in written_out}
+    told = trace_of(partitioned)
+    expressions = {
+        str(size): size
+        for node in reference.graph_module.graph.nodes
+        if (size := size_expression(node.meta.get("val"))) is not None
+    }
     known = numbering.of(first_joint)
     graph = fx.Graph()
     inputs: dict[str, fx.Node] = {}
@@ -180,6 +189,8 @@ def extract_backward(
     for placeholder in partitioned.graph.find_nodes(op="placeholder"):
         inputs[placeholder.name] = copy = graph.placeholder(placeholder.name)
         size = size_expression(placeholder.meta.get("val"))
+        if size is None and told is not None:  # out of a cache
+            size = expressions.get(told.sizes.get(placeholder.name, ""))
         if size is not None:
             sizes[size] = copy
         source = nodes.get(placeholder.name)
@@ -251,9 +262,30 @@ def _attributes(module: fx.GraphModule) -> dict[str, Any]:
     return {str(n.target): attribute(module, n) for n in module.graph.find_nodes(op="get_attr")}
 
 
+def saved_nodes(partitioned: fx.GraphModule, reference: JointGraph) -> Mapping[str, fx.Node]:
+    """The nodes of the joint graph that a backward was taken from, by what that calls them.
+
+    Raises:
+        BackwardError: `reference`, traced again, is another graph.
+    """
+    module = reference.graph_module
+    trace = trace_of(partitioned)
+    if trace is None or trace.after_inductor != reference.after_inductor:
+        return {node.name: node for node in module.graph.nodes}
+    again = Trace.of(module, reference.after_inductor)
+    if again.digest != trace.digest:
+        raise BackwardError(
+            "traced again, its forward is another one: it hangs on more than its inputs, on a "
+            "setting or a variable that has changed meanwhile"
+        )
+    names = list(again.nodes)
+    nodes = {node.name: node for node in module.graph.nodes}
+    return {name: nodes[names[place]] for name, place in trace.nodes.items()}
+
+
 def _check_same(placeholder: fx.Node, source: fx.Node) -> None:
-    """Names are given in the order of tracing, which is the same every time. Should it not be, the
-    value is likely to be another kind of value."""
+    """Without a trace there are names alone. Should they have shifted, the value is likely to be
+    another kind of value."""
     was, now = placeholder.meta.get("val"), source.meta.get("val")
     if isinstance(was, torch.Tensor) and (
         not isinstance(now, torch.Tensor) or (was.dtype, was.ndim) != (now.dtype, now.ndim)

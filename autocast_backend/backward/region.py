@@ -55,7 +55,12 @@ from .ambient import (
 from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .hooks import unpacks_differently
-from .joint import extract_backward, keep_in_backward, save_what_is_overwritten
+from .joint import (
+    extract_backward,
+    keep_in_backward,
+    save_what_is_overwritten,
+    saved_nodes,
+)
 from .nested import has_nested, write_out
 
 log = _logging.log
@@ -144,7 +149,13 @@ class Region:
             stack.enter_context(self.configs())
             stack.enter_context(torch.inference_mode(False))  # a backward may run in it
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            return trace_joint_graph(self.compile_graph, graph_module, self.inputs, regions(key))
+            return trace_joint_graph(
+                self.compile_graph,
+                graph_module,
+                self.inputs,
+                regions(key),
+                save_what_is_overwritten,
+            )
 
 
 class Backward:
@@ -244,6 +255,7 @@ class Backward:
             return self._off
         if key in self._variants:
             return self._variants[key]
+        self._check_trace(key)
         self._check_hooks(key)
         line = self._region.line
         what = f"the backward of {line} under {key_name(key)}"
@@ -310,6 +322,24 @@ class Backward:
         nested = has_nested(region.graph_module)
         return region.trace_as_compiled() if nested else self._joints[()]
 
+    def _check_trace(self, key: Key) -> None:
+        """Refuse a graph that is another one now that it is traced again.
+
+        Raises:
+            BackwardError: its forward hangs on more than its inputs.
+        """
+        if not key or self._region.training_graphs != 1:
+            return
+        self._traced(())
+        try:
+            saved_nodes(self._training.backward_module(), self._reference)
+        except BackwardError as error:
+            # What it hangs on may be as it was at another call.
+            self._joints.clear()
+            self._calls.clear()
+            del self._reference
+            raise self._cannot_follow(key, str(error)) from None
+
     def _check_hooks(self, key: Key) -> None:
         """Refuse what inlined hooks unpack otherwise under `key`: they are traced with it off.
 
@@ -323,9 +353,10 @@ class Backward:
         if unpacking is None:
             return
         self._traced(())
-        values = {n.name: n.meta.get("val") for n in self._reference.graph_module.graph.nodes}
+        state = AutocastState.of(regions(key))
+        saved = saved_nodes(self._training.backward_module(), self._reference)
         for name in unpacking.results:
-            if differs := unpacks_differently(hooks, values[name], AutocastState.of(regions(key))):
+            if differs := unpacks_differently(hooks, saved[name].meta["val"], state):
                 raise self._cannot_follow(key, f"of the hook that unpacks {name}, {differs}")
 
     def _cannot_follow(self, key: Key, why: str) -> BackwardError:
@@ -351,6 +382,7 @@ class Backward:
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed
+            self._check_trace(key)
             self._check_hooks(key)
             if not self._alike((), key):
                 backward = self._graph(key)

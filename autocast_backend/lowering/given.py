@@ -18,14 +18,28 @@ from torch.utils import _pytree as pytree
 
 from ..policies.table import COMPOSITES, Policy, find_policy, name_of
 
+_NAME = "_smart_autocast_finding_casts"
+"""Of the attribute of a function that holds what `finding_casts` made of it, and dies with it."""
 
-@functools.cache
+
 def finding_casts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with two more arguments in front: weights, and their casts.
+    """`function` with two more arguments in front: weights, and their casts; the same one each
+    time.
 
     An autocast op that the function calls with one of the weights gets the cast. Composites, of
     Python or C++, are not looked into: whether this was enough must be proved.
     """
+    attributes = getattr(function, "__dict__", None)
+    if attributes is None:
+        return _finding_casts_of_builtin(function)
+    made: Any = attributes.get(_NAME)
+    if made is None or made.__wrapped__ is not function:  # `functools.wraps` copies attributes
+        made = _finding_casts(function)
+        setattr(function, _NAME, made)
+    return made
+
+
+def _finding_casts(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(
@@ -35,6 +49,9 @@ def finding_casts(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+_finding_casts_of_builtin = functools.cache(_finding_casts)
 
 
 class _Finding(TorchFunctionMode):

@@ -257,6 +257,7 @@ def apply(
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(remaining))
     if recipe.within:
         weights, casts = [before[i] for i, _ in recipe.casts], [values[i] for i, _ in recipe.casts]
+        assert callable(node.target)
         return finding_casts(node.target), (weights, casts, *args), kwargs
     if recipe.expansion is not None:
         first = example_value(tensor_arguments(node)[0])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dispatch import any_requires_grad, any_tangent
+from .._torch.ops import arguments_of
 from .schemas import SCHEMAS
 
 _SPARSE = (
@@ -383,8 +384,9 @@ def refuse_nested(library: torch.library.Library) -> None:
 
 def _refuse_nested(name: str, *args: Any, **kwargs: Any) -> None:
     op, _, overload = name.partition(".")
-    schema = getattr(getattr(torch.ops.smart_autocast, op), overload or "default")._schema
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+    overloads = getattr(torch.ops.smart_autocast, op)
+    arguments = arguments_of(getattr(overloads, overload or "default"))
+    given = dict(zip((argument.name for argument in arguments), args, strict=False))
     for argument, value in {**given, **kwargs}.items():
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, Tensor) and tensor.is_nested:

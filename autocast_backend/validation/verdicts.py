@@ -205,11 +205,14 @@ class _Leaf:
 
 
 def _found_inside() -> tuple[Any, ...]:
-    """What Dynamo guards on and a function that it does not trace may look at."""
+    """What a function that Dynamo does not trace may look at."""
     return (
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.backends.opt_einsum.is_available(),  # in which order `einsum` makes its products
+        torch.backends.opt_einsum.enabled,
+        torch.backends.opt_einsum.strategy,
     )
 
 

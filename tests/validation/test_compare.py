@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from autocast_backend import AutocastState
+from autocast_backend._torch.fake_tensors import failures_unlogged
 from autocast_backend.lowering import proving, recipes
 from autocast_backend.policies.table import Policy
 from autocast_backend.validation import verdicts
@@ -220,6 +223,14 @@ def _product_if_deterministic(x: torch.Tensor) -> torch.Tensor:
     return x @ x if torch.are_deterministic_algorithms_enabled() else x * x
 
 
+def _product_if_einsum_is_optimized(x: torch.Tensor) -> torch.Tensor:
+    return x @ x if torch.backends.opt_einsum.is_available() else x * x
+
+
+def _make_opt_einsum_available(available: bool) -> None:
+    torch.backends.opt_einsum.is_available = lambda: available
+
+
 @pytest.mark.parametrize(
     ("function", "get", "put", "values"),
     [
@@ -237,13 +248,19 @@ def _product_if_deterministic(x: torch.Tensor) -> torch.Tensor:
             torch.use_deterministic_algorithms,
             (False, True),
         ),
+        (
+            _product_if_einsum_is_optimized,
+            torch.backends.opt_einsum.is_available,
+            _make_opt_einsum_available,
+            (False, True),
+        ),
     ],
-    ids=["dtype", "device", "deterministic"],
+    ids=["dtype", "device", "deterministic", "einsum"],
 )
 def test_another_default_is_another_question(
     function: Any, get: Any, put: Any, values: Any, fake_mode: Any
 ) -> None:
-    """A function finds them inside, and Dynamo guards on them."""
+    """A function finds them inside."""
     x = torch.empty(4, 4)
     before = get()
     try:
@@ -253,6 +270,23 @@ def test_another_default_is_another_question(
             assert report.untouched == untouched
     finally:
         put(before)
+
+
+def test_a_refusal_in_one_thread_is_no_silence_in_others(
+    caplog: pytest.LogCaptureFixture, fake_mode: Any
+) -> None:
+    """Fake tensors log what they refuse; while a call is tried, that is nobody's business."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    with failures_unlogged():
+        with failures_unlogged():
+            log.error("here")
+        thread = threading.Thread(target=log.error, args=("there",))
+        thread.start()
+        thread.join()
+    log.error("after")
+    log.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records] == ["there", "after"]
 
 
 def test_what_a_function_reads_elsewhere_is_asked_again(fake_mode: Any) -> None:

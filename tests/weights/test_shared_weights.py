@@ -5,6 +5,8 @@ cache has no part in it. Bits of outputs and gradients tell."""
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,6 +231,21 @@ def a_bracket_with_a_leaf(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tenso
 def test_functions_that_read_a_weight_both_ways(function: Function, bracketed: int) -> None:
     """With a cast and without: the cast is one that others read too."""
     check(function, bracketed)
+
+
+def test_such_a_function_is_not_kept() -> None:
+    def run() -> weakref.ref[Any]:
+        @torch._dynamo.allow_in_graph
+        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, w) + w.sin().sum()
+
+        results(lambda x, w: (function(x, w) + F.linear(x, w),), **AOT_EAGER)
+        return weakref.ref(function)
+
+    function = run()
+    torch._dynamo.reset()
+    gc.collect()
+    assert function() is None
 
 
 def a_leaf_that_is_cast_twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,121 @@
+"""What a joint graph was when AOTAutograd partitioned it: what a backward knows a value of the
+forward by, should the graph be traced again.
+
+A name would not do. Names are given in the order of tracing, to sizes as well, and of those there
+may be more or less the second time: Inductor may have taken one of them for a number meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .fake_tensors import is_size, size_hint
+from .patches import replaced
+
+_TRACE = "_smart_autocast_trace"  # kept on disk, as `hooks._UNPACKING` is
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A joint graph as it was traced.
+
+    Attributes:
+        digest: the same for another trace if that makes the same calls, whatever its nodes are
+            called. Sizes count by the numbers they were traced with.
+        nodes: by name, the place of each node among those that are no sizes.
+        sizes: by name, the expression of each node that is one.
+        after_inductor: whether Inductor's passes over joint graphs have run.
+    """
+
+    digest: str
+    nodes: Mapping[str, int]
+    sizes: Mapping[str, str]
+    after_inductor: bool
+
+    @classmethod
+    def of(cls, joint: fx.GraphModule, after_inductor: bool) -> Trace:
+        values = {node.name: node.meta.get("val") for node in joint.graph.nodes}
+        sizes = {name: str(value) for name, value in values.items() if is_size(value)}
+        others = [name for name in values if name not in sizes]
+        places = {name: place for place, name in enumerate(others)}
+        return cls(_digest(joint), places, sizes, after_inductor)
+
+
+def _digest(module: fx.GraphModule) -> str:
+    told = hashlib.sha256()
+    places: dict[fx.Node, str] = {}
+
+    def read(node: fx.Node) -> Any:
+        return places[node] if node in places else size_hint(node.meta["val"])
+
+    for node in module.graph.nodes:
+        if is_size(node.meta.get("val")):
+            continue
+        places[node] = f"%{len(places)}"
+        value = node.meta.get("val")
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        call: Any = node.target if node.op in ("call_function", "call_method") else ""
+        if call is torch.ops.prims.clone.default:  # in the place of the other (`joint.py`)
+            call = torch.ops.aten.clone.default
+        if node.op == "get_attr":
+            body = operator.attrgetter(str(node.target))(module)
+            call = _digest(body) if isinstance(body, fx.GraphModule) else ""
+        arguments = () if node.op == "get_attr" else fx.map_arg((node.args, node.kwargs), read)
+        told.update(f"{node.op} {call} {arguments} {kind}\n".encode())
+    return told.hexdigest()
+
+
+def trace_of(backward: fx.GraphModule) -> Trace | None:
+    """What `traces_noted` has noted; None where a partitioner of the user's came in between."""
+    noted = getattr(backward, _TRACE, None)
+    return None if noted is None else Trace(*noted)
+
+
+@contextlib.contextmanager
+def traces_noted() -> Iterator[Callable[[fx.GraphModule], None]]:
+    """Have every backward graph that is partitioned meanwhile keep what its joint graph was, also
+    on disk. Yields what is to be called with each joint graph when it has been traced."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    last: Trace | None = None
+
+    def note(joint: fx.GraphModule) -> None:
+        nonlocal last
+        last = Trace.of(joint, after_inductor=False)
+
+    after_partition = "maybe_inline_graph_saved_tensors_hooks"
+    original = vars(graph_compile)[after_partition]
+
+    def inline(forward: fx.GraphModule, backward: fx.GraphModule, *args: Any) -> None:
+        if last is not None:
+            # Of all names, those of its inputs are needed, which hooks may yet change.
+            names = [p.name for p in backward.graph.find_nodes(op="placeholder")]
+            nodes = {n: last.nodes[n] for n in names if n in last.nodes}
+            sizes = {n: last.sizes[n] for n in names if n in last.sizes}
+            vars(backward)[_TRACE] = (last.digest, nodes, sizes, last.after_inductor)
+        original(forward, backward, *args)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(graph_compile, after_partition, inline))
+        compile_fx = sys.modules.get("torch._inductor.compile_fx")
+        if compile_fx is not None:
+            partition: Any = vars(compile_fx)["min_cut_rematerialization_partition"]
+
+            def min_cut(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+                nonlocal last
+                last = Trace.of(joint, after_inductor=True)
+                return partition(joint, *args, **kwargs)
+
+            stack.enter_context(
+                replaced(compile_fx, "min_cut_rematerialization_partition", min_cut)
+            )
+        yield note

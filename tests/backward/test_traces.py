@@ -1,0 +1,77 @@
+"""What a backward knows the values of its forward by, should that be traced again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autocast_backend import BackwardError
+from tests.backward.support import ours
+from tests.support import BF16, assert_same_bits
+
+
+def gradients(function: object, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = function(x, w)  # type: ignore[operator]
+    with torch.autocast(**BF16):
+        return torch.autograd.grad(y.square().sum(), (x, w))
+
+
+@pytest.mark.slow
+def test_a_size_that_inductor_makes_a_number_of() -> None:
+    """The lowering of `glu` does, after the joint graph was traced: of two traces, one has products
+    of sizes among those of tensors, and other names for these."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = x
+        for _ in range(5):
+            h = (h @ w + h.cos() @ w) * 0.3
+        return F.glu(h @ w, 0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, dynamic=True, **ours("inductor"))
+    for rows in (8, 12):
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, 8, generator=generator).requires_grad_()
+        w = torch.randn(8, 8, generator=generator).requires_grad_()
+        for actual, expected in zip(
+            gradients(compiled, x, w), gradients(function, x, w), strict=True
+        ):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+FLAG = False
+
+
+@torch.compiler.allow_in_graph
+def hidden(x: Tensor) -> Tensor:
+    return x.sin() if not FLAG else (x.cos() * x).sin()
+
+
+@contextlib.contextmanager
+def flag_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as changed:
+        changed.setitem(globals(), "FLAG", True)
+        yield
+
+
+def test_another_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return hidden(hidden(x @ w) @ w).sin() @ w
+
+    torch._dynamo.reset()
+    x, w = (torch.randn(8, 8).requires_grad_() for _ in range(2))
+    expected = gradients(function, x, w)
+    compiled = torch.compile(function, **ours())
+    y = compiled(x, w)
+    with (
+        flag_set(monkeypatch),
+        torch.autocast(**BF16),
+        pytest.raises(BackwardError, match="traced again, its forward is another one"),
+    ):
+        y.sum().backward()
+    assert_same_bits(gradients(compiled, x, w), expected)  # nothing wrong was kept
