@@ -32,12 +32,11 @@ from .backward.joint import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
-from .graphs import check_graph_module, is_recorded, names_of, nodes_of
+from .graphs import check_graph_module, copy_graph, is_recorded, names_of, nodes_of
 from .lowering.context import Context
 from .lowering.lower import lower
 from .lowering.propagate import propagate
 from .lowering.separate import separate_bodies
-from .lowering.standalone import copy_graph
 from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
 from .regions import dtypes_taken_over, hops_to_regions, source_line, state_changes

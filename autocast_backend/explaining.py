@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from . import backend
-from ._torch.dynamo import graph_breaks, reset, uncompiled
+from ._torch.dynamo import graph_breaks, uncompiled
 from .lowering.context import Context
 from .options import OptionTypeError, parse_options
 from .reports.page import to_html
@@ -114,7 +114,7 @@ def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable
     options = {k: v for k, v in options.items() if k != "inductor"} | {"inner": _run_as_it_is}
 
     def run(*args: Any, **kwargs: Any) -> CastReport:
-        reset()
+        torch.compiler.reset()
         try:
             with collecting() as report:
                 compiled = torch.compile(
@@ -122,7 +122,7 @@ def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable
                 )
                 compiled(*args, **kwargs)
         finally:
-            reset()
+            torch.compiler.reset()
         return report
 
     return run

@@ -143,11 +143,6 @@ def without_disable(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-def reset() -> None:
-    """Forget everything that `torch.compile` has compiled in this process."""
-    torch._dynamo.reset()
-
-
 def timed(stage: str) -> contextlib.AbstractContextManager[Any]:
     """Record a stage in `torch._dynamo.utils.compile_times()`."""
     from torch._dynamo.utils import dynamo_timed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from .._torch.autocast import has_autocast_kernel
 from .._torch.dynamo import is_higher_order_op
 from .._torch.kernels import calls_others
 from .._torch.ops import OpOverload, is_dispatched
+from ..graphs import get_attribute
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _contents(constant: torch.Tensor) -> str:
 
 def attribute(module: fx.GraphModule, node: fx.Node) -> Any:
     """What a `get_attr` node reads."""
-    return operator.attrgetter(str(node.target))(module)
+    return get_attribute(module, str(node.target))
 
 
 def _dtypes(node: fx.Node) -> Iterator[torch.dtype]:

@@ -106,7 +106,7 @@ class Numbering:
 def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
     """The op that draws random numbers and its arguments, where a node does: by itself, or, in a
     partitioned backward, once more from the state that the forward has saved."""
-    if _draws_itself(node):
+    if _is_random(node.target):
         return node.target, (node.args, node.kwargs)
     name = getattr(node.target, "__name__", "")
     if name == "run_with_rng_state":  # (state, op, *arguments)
@@ -115,10 +115,6 @@ def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
         return node.args[0], (node.args[1:], kwargs)
     return None
-
-
-def _draws_itself(node: fx.Node) -> bool:
-    return _is_random(node.target)
 
 
 def _is_random(target: Any) -> bool:
@@ -139,7 +135,7 @@ def _recomputed_draws(
     targets: dict[fx.Node, Any] = {}
     for node in partitioned.graph.nodes:
         call = _random_call(node)
-        if call is not None and not _draws_itself(node):
+        if call is not None and not _is_random(node.target):
             targets[node] = call[0]
             state = node.kwargs.get("rng_state", node.args[0])
             kind, _, number = state.name.rpartition("_")

@@ -50,7 +50,7 @@ def _positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], di
     }
     given = [arguments.get(a.name, a.default_value) for a in schema if not a.kwarg_only]
     defaults = [a.default_value for a in schema if not a.kwarg_only]
-    while given and len(given) > 1 and given[-1] == defaults[-1]:
+    while len(given) > 1 and given[-1] == defaults[-1]:
         given.pop()
         defaults.pop()
     return tuple(given), keywords

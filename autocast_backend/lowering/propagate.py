@@ -30,7 +30,7 @@ from .._torch.dynamo import (
 from .._torch.fake_tensors import fake_mode_of, like, running
 from .._torch.higher_order import is_selective
 from .._torch.kernels import kernels_closed
-from ..graphs import names_of
+from ..graphs import get_attribute, names_of
 from ..policies.overrides import PolicyError
 from ..policies.paths import parse_name
 from ..regions import Placement, call_name, find_regions, is_region_node
@@ -122,7 +122,7 @@ class _Run:
                 values[node] = next(feed)
                 _note(node, values)
             elif node.op == "get_attr":
-                attribute = _attribute(module, str(node.target))
+                attribute = get_attribute(module, str(node.target))
                 values[node] = node.meta.get("example_value", attribute)
             elif is_region_node(node):
                 values[node] = None
@@ -221,10 +221,3 @@ def _note(node: fx.Node, values: dict[fx.Node, Any]) -> None:
         values[node] = node.meta.get("example_value", values[node])
     elif "example_value" in node.meta:
         node.meta["example_value"] = values[node]
-
-
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

@@ -11,7 +11,6 @@ from torch import fx
 from .._torch.aot import outside_of_inference_mode
 from .._torch.autocast import wrap_with_autocast
 from ..graphs import check_graph_module, nodes_of
-from ..graphs import copy_graph as copy_graph
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
 from ..regions import hops_to_regions, regions_to_hops

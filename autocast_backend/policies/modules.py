@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
 from .._torch.dynamo import compiled_frame, guard_same, left_to_python
+from ..graphs import nodes_of
 from .overrides import Overrides, PolicyError, module_stack
 from .paths import Name, Path, parse_name, parse_path
 
@@ -29,7 +29,7 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
     """
     if not overrides.modules:
         return overrides
-    entries = [entry for node in _nodes(graph_module) for entry in module_stack(node)]
+    entries = [entry for node in nodes_of(graph_module) for entry in module_stack(node)]
     frame = compiled_frame()
     roots = _within_reach(frame, [path for _, path in entries]) if frame else {}
     names: dict[str, set[Name]] = {}
@@ -58,12 +58,6 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
         names={i: tuple(known) for i, known in names.items()},
         owners={weight: tuple(owners[tensor]) for weight, tensor in weights.items()},
     )
-
-
-def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes
 
 
 def _within_reach(
