@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from . import _logging
-from ._torch.aot import marks_heeded, training_graphs
+from ._torch.aot import marks_heeded, outputs_in_their_places, training_graphs
 from ._torch.autocast import wrap_with_autocast
 from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
@@ -156,6 +156,7 @@ def _compile(
                 stack.enter_context(marks_heeded(save_random_numbers))
             values = [node.meta.get("example_value") for node in nodes_of(module)]
             stack.enter_context(own_cache_entries(changing_numbers(values)))
+            stack.enter_context(outputs_in_their_places())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

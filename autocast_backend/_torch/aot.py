@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,40 @@ def metadata_kept() -> Iterator[None]:
             return original(*args, **kwargs)
 
     with replaced(proxy_tensor, "selective_decompose", selective_decompose):
+        yield
+
+
+@contextlib.contextmanager
+def outputs_in_their_places() -> Iterator[None]:
+    """Have a graph return what it computes where it writes to two inputs, to one of them by the
+    hand of its caller. If it returns the other one, AOTAutograd of torch before 2.15 puts that in
+    the place of an output some places before: of what is written to the first, or of a result.
+
+        buffer += 1                  written in the graph, and returned by Dynamo's
+        return layer(h.relu_())      h requires grad: written after the graph has run
+
+    What an output that is an input holds is not looked at, so it may as well be a copy.
+    """
+    from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
+
+    kinds: Any = graph_capture_wrappers
+    original = vars(graph_capture)["create_functionalized_fn"]
+
+    def apart(meta: Any, output: Any) -> Any:
+        if output.output_type != kinds.OutputType.is_input or output.base_idx is None:
+            return output
+        if meta.input_info[output.base_idx].mutation_type != kinds.MutationType.MUTATED_IN_GRAPH:
+            return output
+        return replace(output, output_type=kinds.OutputType.non_alias)
+
+    def create_functionalized_fn(*args: Any, meta: Any, **kwargs: Any) -> Any:
+        if meta.mutated_inp_runtime_indices:
+            outputs = [apart(meta, output) for output in meta.output_info]
+            meta = copy.copy(meta)
+            meta.output_info = outputs
+        return original(*args, meta=meta, **kwargs)
+
+    with replaced(graph_capture, "create_functionalized_fn", create_functionalized_fn):
         yield
 
 
@@ -373,6 +408,7 @@ def trace_joint_graph(
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(metadata_kept())
+        stack.enter_context(outputs_in_their_places())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
         stack.enter_context(numbers_as_first_traced(inputs))

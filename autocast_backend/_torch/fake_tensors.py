@@ -196,9 +196,10 @@ def is_size(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def size_hint(value: Any) -> Any:
-    """The number that a size (`is_size`) had when it was traced."""
-    return value if isinstance(value, (bool, int, float)) else value.node._hint
+def is_a_number_now(symbol: str, beside: torch.SymInt) -> bool:
+    """Whether a dynamic size of the graph that `beside` is of has been made a number of since."""
+    replaced = beside.node.shape_env.replacements
+    return any(str(old) == symbol and new.is_number for old, new in replaced.items())
 
 
 def symbol_key(symbol: Any) -> str:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from .fake_tensors import is_size, size_hint
+from .fake_tensors import is_size
 from .patches import replaced
 
 _TRACE = "_smart_autocast_trace"  # kept on disk, as `hooks._UNPACKING` is
@@ -30,32 +31,48 @@ class Trace:
 
     Attributes:
         digest: the same for another trace if that makes the same calls, whatever its nodes are
-            called. Sizes count by the numbers they were traced with.
+            called; in a dynamic one, whatever numbers they are given, which may be sizes.
+        dynamic: whether there are sizes that are no numbers.
         nodes: by name, the place of each node among those that are no sizes.
         sizes: by name, the expression of each node that is one.
         after_inductor: whether Inductor's passes over joint graphs have run.
     """
 
     digest: str
+    dynamic: bool
     nodes: Mapping[str, int]
     sizes: Mapping[str, str]
     after_inductor: bool
 
     @classmethod
-    def of(cls, joint: fx.GraphModule, after_inductor: bool) -> Trace:
+    def of(cls, joint: fx.GraphModule, after_inductor: bool, as_dynamic: bool = False) -> Trace:
+        """
+        Args:
+            joint: the graph as it is about to be partitioned.
+            after_inductor: see above.
+            as_dynamic: it was dynamic when it was traced first.
+        """
         values = {node.name: node.meta.get("val") for node in joint.graph.nodes}
         sizes = {name: str(value) for name, value in values.items() if is_size(value)}
         others = [name for name in values if name not in sizes]
         places = {name: place for place, name in enumerate(others)}
-        return cls(_digest(joint), places, sizes, after_inductor)
+        dynamic = as_dynamic or any(isinstance(values[name], _SYMBOLS) for name in sizes)
+        return cls(_digest(joint, dynamic), dynamic, places, sizes, after_inductor)
 
 
-def _digest(module: fx.GraphModule) -> str:
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _digest(module: fx.GraphModule, dynamic: bool) -> str:
     told = hashlib.sha256()
     places: dict[fx.Node, str] = {}
 
-    def read(node: fx.Node) -> Any:
-        return places[node] if node in places else size_hint(node.meta["val"])
+    def read(argument: Any) -> Any:
+        node = argument if isinstance(argument, fx.Node) else None
+        if node in places:
+            return places[node]
+        value = argument if node is None else node.meta["val"]
+        return "#" if dynamic and type(value) in (int, float, *_SYMBOLS) else value
 
     for node in module.graph.nodes:
         if is_size(node.meta.get("val")):
@@ -68,9 +85,10 @@ def _digest(module: fx.GraphModule) -> str:
             call = torch.ops.aten.clone.default
         if node.op == "get_attr":
             body = operator.attrgetter(str(node.target))(module)
-            call = _digest(body) if isinstance(body, fx.GraphModule) else ""
-        arguments = () if node.op == "get_attr" else fx.map_arg((node.args, node.kwargs), read)
-        told.update(f"{node.op} {call} {arguments} {kind}\n".encode())
+            call = _digest(body, dynamic) if isinstance(body, fx.GraphModule) else ""
+        given = () if node.op == "get_attr" else (node.args, node.kwargs)
+        line = f"{node.op} {call} {fx.node.map_aggregate(given, read)} {kind}\n"
+        told.update(re.sub(" at 0x[0-9a-f]+", "", line).encode())  # other processes read it
     return told.hexdigest()
 
 
@@ -101,7 +119,7 @@ def traces_noted() -> Iterator[Callable[[fx.GraphModule], None]]:
             names = [p.name for p in backward.graph.find_nodes(op="placeholder")]
             nodes = {n: last.nodes[n] for n in names if n in last.nodes}
             sizes = {n: last.sizes[n] for n in names if n in last.sizes}
-            vars(backward)[_TRACE] = (last.digest, nodes, sizes, last.after_inductor)
+            vars(backward)[_TRACE] = astuple(replace(last, nodes=nodes, sizes=sizes))
         original(forward, backward, *args)
 
     with contextlib.ExitStack() as stack:

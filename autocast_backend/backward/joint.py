@@ -31,7 +31,7 @@ from .._torch.aot import (
     run_and_save_rng_state,
     written_in_forward,
 )
-from .._torch.fake_tensors import size_expression
+from .._torch.fake_tensors import is_a_number_now, size_expression
 from .._torch.hooks import unpacking_of
 from .._torch.traces import Trace, trace_of
 from .ambient import BackwardError
@@ -172,10 +172,10 @@ def extract_backward(
     saved_as = saved_nodes(partitioned, reference)
     nodes = {n: written_out[v.name] for n, v in saved_as.items() if v.name in written_out}
     told = trace_of(partitioned)
-    expressions = {
-        str(size): size
+    values_of_sizes = {
+        str(value): value
         for node in reference.graph_module.graph.nodes
-        if (size := size_expression(node.meta.get("val"))) is not None
+        if size_expression(value := node.meta.get("val")) is not None
     }
     known = numbering.of(first_joint)
     graph = fx.Graph()
@@ -184,9 +184,14 @@ def extract_backward(
     sizes: dict[Any, fx.Node] = {}
     for placeholder in partitioned.graph.find_nodes(op="placeholder"):
         inputs[placeholder.name] = copy = graph.placeholder(placeholder.name)
-        size = size_expression(placeholder.meta.get("val"))
-        if size is None and told is not None:  # out of a cache
-            size = expressions.get(told.sizes.get(placeholder.name, ""))
+        meta = dict(placeholder.meta)
+        expression = told.sizes.get(placeholder.name) if told else None
+        if expression is not None and values_of_sizes and "val" not in meta:  # out of a cache
+            if expression in values_of_sizes:
+                meta["val"] = values_of_sizes[expression]
+            elif not is_a_number_now(expression, next(iter(values_of_sizes.values()))):
+                raise BackwardError(f"the size {expression} that the forward saved is not there")
+        size = size_expression(meta.get("val"))
         if size is not None:
             sizes[size] = copy
         source = nodes.get(placeholder.name)
@@ -195,7 +200,7 @@ def extract_backward(
         if source is not None:
             _check_same(placeholder, source)
             names[placeholder.name] = source
-        copy.meta = dict(placeholder.meta if source is None else source.meta)
+        copy.meta = meta if source is None else dict(source.meta)
     unpacked: dict[int, fx.Node | None] = {}
     stands_for: dict[int, int] = {}
     unpacking = unpacking_of(partitioned)
@@ -268,7 +273,7 @@ def saved_nodes(partitioned: fx.GraphModule, reference: JointGraph) -> Mapping[s
     trace = trace_of(partitioned)
     if trace is None or trace.after_inductor != reference.after_inductor:
         return {node.name: node for node in module.graph.nodes}
-    again = Trace.of(module, reference.after_inductor)
+    again = Trace.of(module, reference.after_inductor, as_dynamic=trace.dynamic)
     if again.digest != trace.digest:
         raise BackwardError(
             "traced again, its forward is another one: it hangs on more than its inputs, on a "

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import min_cut_rematerialization_partition, nop
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,7 @@ from tests.aot.harness import (
     leaves,
     mixed,
 )
-from tests.support import assert_same_bits
+from tests.support import BF16, assert_same_bits
 
 
 def not_leaves(x: torch.Tensor, w: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -284,3 +285,61 @@ def test_a_queue_that_is_copied_and_then_written_through_inductor() -> None:
     expected = gradients(backend="eager")
     for actual, wanted in zip(gradients(backend="smart_autocast"), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Counts(nn.Module):
+    """Dynamo's graph returns the counter, in order to set the attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.layer(h.relu_())
+
+
+def returns_one_of_two(n: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = n.add_(1)
+    w.detach().mul_(0.5)
+    return counted, w * 2
+
+
+def looks_up(n: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = n.add_(1)
+    return counted, F.embedding(torch.arange(4), w, max_norm=1.0)
+
+
+@pytest.mark.parametrize("function", [returns_one_of_two, looks_up])
+def test_an_input_that_is_written_and_returned_beside_another(function: Any) -> None:
+    """torch before 2.15, stock too: the weight was overwritten by the counter."""
+
+    def run(call: Any) -> list[torch.Tensor]:
+        n, w = torch.zeros(()), nn.Parameter(torch.arange(16.0).view(4, 4))
+        counted, result = call(n, w)
+        assert counted is n
+        (gradient,) = torch.autograd.grad(result.sum(), w)
+        return [n, w, result, gradient]
+
+    torch._dynamo.reset()
+    assert_same_bits(run(torch.compile(function, **AOT_EAGER)), run(function))
+
+
+def test_a_counter_beside_an_activation_that_is_written_to() -> None:
+    def run(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Counts()
+        call = torch.compile(model, **arguments) if arguments else model
+        results = []
+        for backward in (False, True):
+            h = torch.randn(2, 4, requires_grad=True) * 1
+            with torch.autocast(**BF16):
+                y = call(h)
+            with torch.autocast(**BF16, enabled=backward):
+                y.float().square().sum().backward()
+            results += [y, h, model.steps.clone(), model.layer.weight.grad.clone()]
+        return results
+
+    assert_same_bits(run(**AOT_EAGER), run())

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from autocast_backend import BackwardError
 from tests.backward.support import ours
@@ -19,6 +21,11 @@ def gradients(function: object, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     y = function(x, w)  # type: ignore[operator]
     with torch.autocast(**BF16):
         return torch.autograd.grad(y.square().sum(), (x, w))
+
+
+def check_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -38,10 +45,27 @@ def test_a_size_that_inductor_makes_a_number_of() -> None:
         generator = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, 8, generator=generator).requires_grad_()
         w = torch.randn(8, 8, generator=generator).requires_grad_()
-        for actual, expected in zip(
-            gradients(compiled, x, w), gradients(function, x, w), strict=True
-        ):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        check_close(gradients(compiled, x, w), gradients(function, x, w))
+
+
+@pytest.mark.slow
+def test_a_dynamic_backward_out_of_the_cache() -> None:
+    """What it was when it was partitioned is in the cache as well, its sizes included."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sin() * x.shape[0] @ w
+
+    with fresh_cache():
+        for hits in (0, 1):
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = torch.compile(function, dynamic=True, **ours("inductor"))
+            for rows in (12, 16):
+                generator = torch.Generator().manual_seed(rows)
+                x, w = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (rows, 8))
+                check_close(gradients(compiled, x, w), gradients(function, x, w))
+            assert counters["aot_autograd"]["autograd_cache_hit"] == hits
+            assert counters["smart_autocast"]["backward_variants"] == 1
 
 
 FLAG = False
