@@ -31,6 +31,7 @@ from tests.support import (
     lower_with_report,
     targets,
 )
+from tests.test_backend import run_python
 
 OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
 ATEN = torch.ops.aten
@@ -244,6 +245,47 @@ def test_the_dispatcher_is_changed_once() -> None:
     assert dumped() == before
     with kernels_opened():
         assert dumped() == before
+
+
+UNTOUCHED = """
+import torch, torch.nn.functional as F
+torch.manual_seed(0)
+layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+CASES = [
+    (lambda x, y, w: F.bilinear(x, y, w), [(5, 3), (5, 4), (2, 3, 4)]),
+    (lambda t: F.affine_grid(t, [4, 1, 5, 6], False) * 2, [(4, 2, 3)]),
+    (torch.ldexp, [(4,), (4,)]),
+    (lambda x: layer(x), [(2, 4, 8)]),
+]
+
+def results():
+    found = []
+    for function, shapes in CASES:
+        for call in (function, torch.compile(function, backend="aot_eager")):
+            for grad in (False, True):
+                torch._dynamo.reset()
+                torch.manual_seed(0)
+                inputs = [torch.randn(shape, requires_grad=grad) for shape in shapes]
+                with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+                    result = call(*inputs)
+                found.append(result)
+                if grad:
+                    found += torch.autograd.grad(result.float().square().sum(), inputs)
+    return found
+
+before = results()
+from autocast_backend._torch.kernels import kernels_opened
+with kernels_opened():
+    pass
+for a, b in zip(before, results(), strict=True):
+    assert a.dtype is b.dtype and torch.equal(a, b)
+"""
+
+
+@pytest.mark.slow
+def test_eager_mode_and_stock_are_as_without_our_kernels() -> None:
+    ran = run_python(UNTOUCHED)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_our_kernels_are_no_rules_of_autocast() -> None:
