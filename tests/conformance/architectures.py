@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autocast_backend.graphs import copy_graph
 from autocast_backend.lowering.context import Context
 from autocast_backend.lowering.lower import lower
-from autocast_backend.lowering.standalone import copy_graph
 from autocast_backend.reports.report import Bracketed, Report
 from autocast_backend.state import AutocastState
 
