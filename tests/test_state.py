@@ -47,7 +47,10 @@ def test_an_unsupported_dtype_switches_the_region_off_as_torch_does() -> None:
 
 
 def test_a_dtype_by_its_name_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^dtype: expected a torch.dtype or None; got 'bfloat16'"):
+    with pytest.raises(
+        TypeError,
+        match=r"^dtype: expected a torch.dtype such as torch.bfloat16, or None; got 'bfloat16'",
+    ):
         AutocastState.off().enter("cpu", "bfloat16")  # type: ignore[arg-type]
 
 
