@@ -88,7 +88,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Option
     """Check what the user gave `torch.compile` and return it as `Options`.
 
     Raises:
-        OptionValueError: an unknown option or value, with the valid ones.
+        OptionValueError: an unknown option, with near names, or value, with those there are.
         OptionTypeError: a value of the wrong type.
     """
     if not isinstance(options, Mapping | None):

@@ -43,9 +43,8 @@ def register_autocast_kernel(
     """Give an op of ATen a kernel `kernel(keyset, *args, **kwargs)` for autocast, for good. Nobody
     else is told of it, here or by `torch.library`: others may register theirs in its place."""
     key = autocast_key(device_type)
-    before = set(torch.library._impls)
     _library.impl(op, kernel, key, with_keyset=True)
-    torch.library._impls.intersection_update(before)
+    torch.library._impls.discard(_told_as(op.name(), key))
     _OURS.add((op.name(), key))
 
 
@@ -58,7 +57,12 @@ def autocast_registrations(device_type: str) -> list[str]:
 
 def _is_of_others(name: str, key: str) -> bool:
     """Whether a kernel for autocast that the dispatcher has is not ours."""
-    return (name, key) not in _OURS or f"{name.replace('::', '/')}/{key}" in torch.library._impls
+    return (name, key) not in _OURS or _told_as(name, key) in torch.library._impls
+
+
+def _told_as(name: str, key: str) -> str:
+    """What `torch.library` writes down of a kernel: "aten/sin/AutocastCPU"."""
+    return f"{name.replace('::', '/')}/{key}"
 
 
 def dispatched_ops() -> frozenset[str]:

@@ -9,6 +9,7 @@ others; AOTAutograd's stand-ins for weights are no leaves, so its cache keeps no
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,10 +30,9 @@ def finding_casts(function: Callable[..., Any]) -> Callable[..., Any]:
     An autocast op that the function calls with one of the weights gets the cast. Composites, of
     Python or C++, are not looked into: whether this was enough must be proved.
     """
-    attributes = getattr(function, "__dict__", None)
-    if attributes is None:
-        return _finding_casts_of_builtin(function)
-    made: Any = attributes.get(_NAME)
+    if not isinstance(function, types.FunctionType):  # not all others take attributes
+        return _finding_casts_of_others(function)
+    made: Any = getattr(function, _NAME, None)
     if made is None or made.__wrapped__ is not function:  # `functools.wraps` copies attributes
         made = _finding_casts(function)
         setattr(function, _NAME, made)
@@ -51,7 +51,7 @@ def _finding_casts(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_finding_casts_of_builtin = functools.cache(_finding_casts)
+_finding_casts_of_others = functools.cache(_finding_casts)
 
 
 class _Finding(TorchFunctionMode):

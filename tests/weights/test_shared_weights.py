@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch._higher_order_ops.foreach_map import foreach_map
 from torch.func import grad, vmap
 
 from autocast_backend import explain, lower_autocast
+from autocast_backend.lowering.given import finding_casts
 from tests.support import BF16, FP16, assert_same_bits, capture, targets, tensors
 
 Function = Callable[..., Any]
@@ -246,6 +248,12 @@ def test_such_a_function_is_not_kept() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert function() is None
+
+
+@pytest.mark.parametrize("function", [hidden, torch.mm, torch.nn.Linear(2, 2).forward, Counter])
+def test_what_finds_casts_is_the_same_each_time(function: Any) -> None:
+    """For functions that take attributes and those that take none: a bound method, a class."""
+    assert finding_casts(function) is finding_casts(function)
 
 
 def a_leaf_that_is_cast_twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
