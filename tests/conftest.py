@@ -14,6 +14,7 @@ import torch._inductor.config
 import torch.distributed as dist
 
 from autocast_backend.state import AutocastState, contexts_entered
+from tests import support
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +32,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="bfloat16",
         help="that Dynamo traces PyTorch's lists with (tests/conformance/test_{op,module}_db.py)",
     )
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="of PyTorch's lists (tests/conformance/test_{op,module}_db.py) and of random models "
+        "(tests/models); other tests choose their own",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The device is known before the modules that make decorators of it are imported."""
+    support.DEVICE = config.getoption("--device")
+    if support.DEVICE == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device: expected a CUDA device for 'cuda', and torch sees none")
 
 
 def pytest_collection_finish() -> None:

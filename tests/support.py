@@ -31,6 +31,9 @@ def needs_torch(*version: int, because: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(version > TORCH, reason=f"before torch {version}, {because}")
 
 
+DEVICE = "cpu"
+"""Of random models and of what PyTorch lists; `--device` sets it, before they are imported."""
+
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 FP16 = {"device_type": "cpu", "dtype": torch.float16}
 

@@ -17,6 +17,8 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.support import DEVICE
+
 SIZE = 8
 HEADS = 2
 
@@ -510,13 +512,13 @@ class Squared(torch.autograd.Function):
 
 class Product(torch.autograd.Function):
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
+    @torch.amp.custom_fwd(device_type=DEVICE)
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
         return x @ w
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
+    @torch.amp.custom_bwd(device_type=DEVICE)
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w = ctx.saved_tensors
         flat = x.flatten(0, -2)
@@ -564,7 +566,7 @@ def halved(x: Tensor) -> Tensor:
 
 halved.register_fake(torch.empty_like)
 halved.register_autograd(lambda ctx, grad: grad * 0.5)
-torch.library.register_autocast("smart_autocast_tests::halved", "cpu", torch.bfloat16)
+torch.library.register_autocast("smart_autocast_tests::halved", DEVICE, torch.bfloat16)
 
 
 @block(w=(SIZE,), proj=linear)
@@ -583,7 +585,7 @@ def scanned(self: Any, x: Tensor) -> Tensor:
         h = (row + h @ self.w).float().tanh()
         return h, h.clone()
 
-    start = torch.zeros(x.shape[0], SIZE)
+    start = torch.zeros(x.shape[0], SIZE, device=x.device)
     return scan(step, start, x.float(), dim=1)[1].transpose(0, 1)
 
 
@@ -593,7 +595,7 @@ def looped(self: Any, x: Tensor) -> Tensor:
         _, y = while_loop(
             lambda i, y: i < 3,
             lambda i, y: (i + 1, (y @ self.w).float().tanh()),
-            (torch.zeros((), dtype=torch.int64), x.float()),
+            (torch.zeros((), dtype=torch.int64, device=x.device), x.float()),
         )
     return y + x
 
@@ -602,7 +604,7 @@ def looped(self: Any, x: Tensor) -> Tensor:
 def solved(self: Any, x: Tensor) -> Tensor:
     m = self.a(x).float()
     gram = m.transpose(-1, -2) @ m
-    eye = torch.eye(SIZE)
+    eye = torch.eye(SIZE, device=x.device)
     return torch.linalg.solve(gram.float() + eye, self.b(x).float().transpose(-1, -2)).transpose(
         -1, -2
     )
@@ -625,7 +627,8 @@ def more_losses(self: Any, x: Tensor) -> Tensor:
     y = self.proj(x)
     a = F.binary_cross_entropy_with_logits(y, x.sigmoid().detach())
     b = F.kl_div(y.log_softmax(-1), x.softmax(-1), reduction="batchmean")
-    c = F.huber_loss(y, x) + F.cosine_embedding_loss(y[0], x[0], torch.ones(x.shape[1]))
+    alike = torch.ones(x.shape[1], device=x.device)
+    c = F.huber_loss(y, x) + F.cosine_embedding_loss(y[0], x[0], alike)
     return y * (a + b + c)
 
 
@@ -639,7 +642,7 @@ def checkpoints_nested(self: Any, x: Tensor) -> Tensor:
 
 @block(proj=linear)
 def decorated(self: Any, x: Tensor) -> Tensor:
-    @torch.autocast("cpu", dtype=torch.bfloat16)
+    @torch.autocast(DEVICE, dtype=torch.bfloat16)
     def inner(t: Tensor) -> Tensor:
         return self.proj(t)
 
@@ -657,8 +660,8 @@ def gradients_on(self: Any, x: Tensor) -> Tensor:
 
 @block(proj=linear)
 def state_set_by_hand(self: Any, x: Tensor) -> Tensor:
-    before = torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu", enabled=before):
+    before = torch.is_autocast_enabled(DEVICE)
+    with torch.autocast(DEVICE, enabled=before):
         y = self.proj(x)
     return y.float()
 
@@ -707,16 +710,16 @@ def reads_a_number(self: Any, x: Tensor) -> Tensor:
 
 @block(proj=linear)
 def asks_the_state(self: Any, x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
-        x = x.to(torch.get_autocast_dtype("cpu"))
-    return self.proj(x.to(self.proj.weight.dtype) if not torch.is_autocast_enabled("cpu") else x)
+    if torch.is_autocast_enabled(DEVICE):
+        x = x.to(torch.get_autocast_dtype(DEVICE))
+    return self.proj(x.to(self.proj.weight.dtype) if not torch.is_autocast_enabled(DEVICE) else x)
 
 
 @block(first=linear, second=linear)
 def regions_inside(self: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         y = self.first(x)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(DEVICE, enabled=False):
         z = self.second(y.float()).sin()
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast(DEVICE, dtype=torch.float16):
         return self.first(z).float()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.support import DEVICE
+
 from .blocks import BLOCKS, BREAKS
 from .surroundings import (
     AROUND,
@@ -132,7 +134,7 @@ class Plan:
         )
 
     def region(self) -> dict[str, Any]:
-        return {"device_type": "cpu", "dtype": self.dtype, "cache_enabled": self.cache_enabled}
+        return {"device_type": DEVICE, "dtype": self.dtype, "cache_enabled": self.cache_enabled}
 
     def arguments(self) -> dict[str, Any]:
         """Of `torch.compile`."""

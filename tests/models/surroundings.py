@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.support import HalvesProducts
+from tests.support import DEVICE, HalvesProducts
 
 
 class Around(nn.Module):
@@ -49,25 +49,25 @@ class SelectivelyCheckpointed(Around):
 
 class InFloat16(Around):
     def around(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(DEVICE, dtype=torch.float16):
             return self.inner(x)
 
 
 class InBfloat16(Around):
     def around(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             return self.inner(x)
 
 
 class Uncached(Around):
     def around(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, cache_enabled=False):
             return self.inner(x)
 
 
 class InFullPrecision(Around):
     def around(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return self.inner(x.float())
 
 
@@ -145,7 +145,7 @@ class OnDevice(Around):
     """Inside of a `TorchFunctionMode`."""
 
     def around(self, x: Tensor) -> Tensor:
-        with torch.device("cpu"):
+        with torch.device(DEVICE):
             return self.inner(x) + torch.ones(())
 
 
@@ -156,7 +156,7 @@ class Recorded(Around):
 
 
 class Decorated(Around):
-    @torch.autocast("cpu", dtype=torch.bfloat16)
+    @torch.autocast(DEVICE, dtype=torch.bfloat16)
     def around(self, x: Tensor) -> Tensor:
         return self.inner(x)
 
@@ -230,7 +230,7 @@ class ByObject(Around):
 
     def __init__(self, inner: nn.Module, apart: bool) -> None:
         super().__init__(inner, apart)
-        self.context = torch.autocast("cpu", dtype=torch.bfloat16)
+        self.context = torch.autocast(DEVICE, dtype=torch.bfloat16)
 
     def around(self, x: Tensor) -> Tensor:
         with self.context:
@@ -254,7 +254,7 @@ class Caught(Around):
 
     def around(self, x: Tensor) -> Tensor:
         try:
-            with torch.autocast("cpu", dtype=torch.float16):
+            with torch.autocast(DEVICE, dtype=torch.float16):
                 y = self.inner(x)
                 if y.shape[0] != 2:
                     raise ValueError("another size")

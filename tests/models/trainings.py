@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support import DEVICE
+
 from .blocks import BLOCKS, SIZE
 from .plans import OPTIMIZERS, Block, Plan
 from .surroundings import Around, WithNumber
@@ -70,7 +72,7 @@ class Training:
         self.oracle = oracle
         self.computed: Computed = []
         torch.manual_seed(0)
-        self.model = model = Model(plan)
+        self.model = model = Model(plan).to(DEVICE)
         self.parameters = [*model.parameters()]
         if plan.hooks == "post accumulate":
             for p in self.parameters:
@@ -83,7 +85,7 @@ class Training:
                 lambda module, inputs, outputs: tuple(g if g is None else g * 0.5 for g in inputs)
             )
         self.optimizer = OPTIMIZERS[plan.optimizer](self.parameters)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=plan.scaled)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=256.0, enabled=plan.scaled)
         self.generator = torch.Generator().manual_seed(1)
         self.batches = 0
         self.run: Any = model
@@ -120,7 +122,7 @@ class Training:
             where = pinned.get(self.plan.backward, where)
         if where in ("in a region", "other dtype"):
             other = self.plan.dtype if where == "in a region" else torch.float16
-            return torch.autocast("cpu", dtype=other)
+            return torch.autocast(DEVICE, dtype=other)
         return contextlib.nullcontext()
 
     def forward_backward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,10 +138,10 @@ class Training:
         for module in self.model.modules():
             if isinstance(module, WithNumber):
                 module.number = 1.0 / (1 + self.batches // plan.steady)
-        x = torch.randn(*size, SIZE, generator=self.generator).to(plan.input_dtype)
+        x = torch.randn(*size, SIZE, generator=self.generator).to(DEVICE, plan.input_dtype)
         if plan.noncontiguous:
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
-        target = torch.randn(*size, SIZE, generator=self.generator)
+        target = torch.randn(*size, SIZE, generator=self.generator).to(DEVICE)
         return x.requires_grad_(plan.input_grad), target
 
     def backward(self, value: Tensor, where: str) -> None:
