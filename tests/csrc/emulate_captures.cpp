@@ -14,9 +14,9 @@ using std::min;
 using std::size_t;
 
 struct Index {
-  unsigned x;
+  unsigned x, y;
 };
-static Index blockIdx, gridDim, threadIdx;
+static Index blockIdx, threadIdx;
 #define __host__
 #define __device__
 #define __forceinline__ inline
@@ -110,7 +110,7 @@ void kernel(const Table<kCapacity>&) {
 static void run(const Launch& launch, size_t tensors) {
   const std::vector<Entry> entries(tensors, Entry{nullptr, nullptr, 5});
   start_tables<kernel<kSmallTable>, kernel<kLargeTable>>(
-      launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned) {
+      launch, entries, kSmallChunk, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned) {
         last = load_kernel(kernel<kCapacity>);  // as a launch does
         kernel<kCapacity>(table);
       });

@@ -17,16 +17,15 @@
 #include "../../csrc/ops/cpu/round_loop.h"
 
 struct Index {
-  unsigned x;
+  unsigned x, y;
 };
 static thread_local Index blockIdx, threadIdx;
-static Index gridDim;
 using std::min;
 #define __host__
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static  // one block at a time
 
@@ -110,15 +109,15 @@ struct List {
   // kernel(table), once for each thread of each launch; after(table) at the end of a launch.
   template <typename Kernel, typename After>
   void run(const Kernel& kernel, const After& after) const {
-    for_each_table(entries, large_tables, blocks_at_once, [&](const auto& table, unsigned blocks) {
-      gridDim.x = blocks;
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+    const auto launch = [&](const auto& table, unsigned blocks) {
+      for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
         for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) {
           kernel(table);
         }
       }
       after(table);
-    });
+    };
+    for_each_table(entries, large_tables, chunk_of<To>(2), blocks_at_once, launch);
   }
   template <typename Kernel>
   void run(const Kernel& kernel) const {
@@ -128,13 +127,12 @@ struct List {
   // A launch of one tensor.
   template <typename Kernel>
   void run_with_threads(const Kernel& kernel) const {
-    const auto table = make_table<1>(entries.data(), 1, blocks_at_once);
-    gridDim.x = count_blocks(table, blocks_at_once);
+    const auto table = make_table<1>(entries.data(), 1, chunk_of<To>(2), blocks_at_once);
     std::vector<std::thread> threads;
     for (unsigned i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         threadIdx.x = i;
-        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+        for (blockIdx.x = 0; blockIdx.x < count_blocks(table); ++blockIdx.x) {
           kernel(table);
           __syncthreads();
         }
@@ -307,15 +305,17 @@ bool loads_vectors(std::mt19937& random) {
     entry = {memory, memory, static_cast<int64_t>(1 + random() % 30000)};
   }
   bool right = true;
-  gridDim.x = 1;
-  blockIdx.x = 0;
-  for_each_table(entries, random() % 2 == 0, 1, [&](const auto& table, unsigned) {
-    for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
-      const Split<To, From> split(static_cast<To*>(entry.to) + (place - first),
-                                  static_cast<const From*>(entry.from) + (place - first), count);
-      right &= split.loads_vectors || split.vectors == 0;
-    });
-  });
+  const auto look = [&](const Entry& entry, int64_t first, int64_t place, int count) {
+    const Split<To, From> split(static_cast<To*>(entry.to) + (place - first),
+                                static_cast<const From*>(entry.from) + (place - first), count);
+    right &= split.loads_vectors || split.vectors == 0;
+  };
+  const auto launch = [&](const auto& table, unsigned blocks) {
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+      for_each_stretch(table, look);
+    }
+  };
+  for_each_table(entries, random() % 2 == 0, chunk_of<To>(2), 1, launch);
   if (!right) {
     std::printf("elements of %zu bytes to %zu bytes are read one by one\n", sizeof(From),
                 sizeof(To));
@@ -323,16 +323,16 @@ bool loads_vectors(std::mt19937& random) {
   return right;
 }
 
-// As many small tensors, as many blocks; of a tensor that is not large, no more than have one chunk
-// each; of a large one, as many as run at once. Nothing is read here.
+// As many small tensors, as many blocks; of a tensor that is not large, so many that all processors
+// have some; of a large one, as many as it has chunks. Nothing is read here.
 bool occupies_the_gpu() {
-  constexpr int64_t kBlocks = 1000;
+  constexpr int64_t kBlocks = 1000, kChunk = 4096;
   const auto blocks = [](int count, int64_t numel) {
     const std::vector<Entry> entries(count, Entry{nullptr, nullptr, numel});
-    return count_blocks(make_table<kSmallTable>(entries.data(), count, kBlocks), kBlocks);
+    return count_blocks(make_table<kSmallTable>(entries.data(), count, kChunk, kBlocks));
   };
   const bool right = blocks(148, 256) == 148 && blocks(1, 256) == 1 && blocks(1, 257) == 2 &&
-                     blocks(1, 300'000) == 586 && blocks(1, int64_t{1} << 40) == kBlocks;
+                     blocks(1, 300'000) == 586 && blocks(1, int64_t{1} << 40) == 1u << 28;
   if (!right) {
     std::printf("blocks: %u %u %u %u %u\n", blocks(148, 256), blocks(1, 256), blocks(1, 257),
                 blocks(1, 300'000), blocks(1, int64_t{1} << 40));

@@ -75,6 +75,18 @@ def test_registers_and_spills(op: str, architecture: str) -> None:
     assert_registers_and_no_spills("".join(built), op)
 
 
+def test_tables_are_not_read_as_constants_of_instructions() -> None:
+    """Whose cache the search for a block's tensor misses at each step: the index must not be in
+    uniform registers."""
+    kernels = dumped("-sass").split("Function : ")[1:]
+    several = [kernel for kernel in kernels if "_cast_with_stats_kernel_cu_" not in kernel]
+    if not several:
+        pytest.skip("the library holds PTX alone")
+    for kernel in several:
+        assert re.search(r"\bLDC\S* R\d+, c\[0x0\]\[R\d+", kernel), kernel.split("\n")[0]
+        assert not re.search(r"\bULDC\S* \S+, c\[0x0\]\[UR", kernel), kernel.split("\n")[0]
+
+
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 def test_a_newer_architecture(tmp_path: Path) -> None:
     known = subprocess.run([str(NVCC), "--list-gpu-code"], capture_output=True, text=True).stdout

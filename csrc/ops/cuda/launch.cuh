@@ -110,8 +110,6 @@ struct Launch {
     stream = static_cast<cudaStream_t>(current);
   }
 
-  // Blocks share the work out among themselves, the same to each: with more than run at once, some
-  // would begin when others end, and have the GPU to themselves.
   template <auto kKernel>
   int64_t blocks_at_once() const {
     load<kKernel>(device);
@@ -119,13 +117,15 @@ struct Launch {
   }
 };
 
-// start(table, blocks) launches a kernel: kSmall or kLarge, by the table's capacity.
+// start(table, blocks) launches a kernel: kSmall or kLarge, by the table's capacity. `chunk`: see
+// make_table.
 template <auto kSmall, auto kLarge, typename Start>
-void start_tables(const Launch& launch, const std::vector<Entry>& entries, const Start& start) {
+void start_tables(const Launch& launch, const std::vector<Entry>& entries, int64_t chunk,
+                  const Start& start) {
   if (launch.large_tables) {
     load<kLarge>(launch.device);
   }
-  for_each_table(entries, launch.large_tables, launch.blocks_at_once<kSmall>(),
+  for_each_table(entries, launch.large_tables, chunk, launch.blocks_at_once<kSmall>(),
                  [&](const auto& table, unsigned blocks) {
                    start(table, blocks);
                    check(cudaGetLastError());

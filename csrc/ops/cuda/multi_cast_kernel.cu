@@ -20,7 +20,7 @@ template <typename To, typename From>
 void cast_all(const Launch& launch, const std::vector<Entry>& entries, int32_t beyond) {
   constexpr auto kSmall = multi_cast_kernel<To, From, kSmallTable>;
   constexpr auto kLarge = multi_cast_kernel<To, From, kLargeTable>;
-  start_tables<kSmall, kLarge>(launch, entries,
+  start_tables<kSmall, kLarge>(launch, entries, chunk_of<To>(2),
                                [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
                                  multi_cast_kernel<To, From, kCapacity>
                                      <<<blocks, kThreads, 0, launch.stream>>>(table, beyond);

@@ -20,12 +20,13 @@ void round_all(const Launch& launch, const std::vector<Entry>& entries, Grid gri
                uint64_t seed, uint64_t counter) {
   constexpr auto kSmall = stochastic_cast_kernel<To, kSmallTable>;
   constexpr auto kLarge = stochastic_cast_kernel<To, kLargeTable>;
-  start_tables<kSmall, kLarge>(
-      launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-        stochastic_cast_kernel<To, kCapacity>
-            <<<blocks, kThreads, 0, launch.stream>>>(table, grid, beyond, seed, counter);
-        counter += count_counters(table);
-      });
+  start_tables<kSmall, kLarge>(launch, entries, chunk_of<float>(16),
+                               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+                                 stochastic_cast_kernel<To, kCapacity>
+                                     <<<blocks, kThreads, 0, launch.stream>>>(table, grid, beyond,
+                                                                              seed, counter);
+                                 counter += count_counters(table);
+                               });
 }
 
 void stochastic_cast_cuda(StableIValue* stack, uint64_t, uint64_t) {

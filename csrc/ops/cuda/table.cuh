@@ -35,37 +35,46 @@ constexpr int kOtherParameters = 40;
 template <int kCapacity>
 struct Table {
   int64_t total;  // the end of the last
-  int64_t chunk;  // elements that a block takes at a time, a multiple of kTensorBegin
+  int64_t chunk;  // elements for each block, a multiple of kTensorBegin
   int32_t size;   // entries
   Entry entries[kCapacity];
 };
 static_assert(sizeof(Table<kSmallTable>) + kOtherParameters <= 4096 &&
               sizeof(Table<kLargeTable>) + kOtherParameters <= 32764);
 
-// Calls work(entry, first, place, count) for each stretch of one tensor that is this block's:
+// Calls work(entry, first, place, count) for each stretch of one tensor in this block's chunk:
 // `count` elements from `place` on, of a tensor that begins at `first`.
 template <int kCapacity, typename Work>
 __device__ __forceinline__ void for_each_stretch(const Table<kCapacity>& table, const Work& work) {
-  for (int64_t begin = blockIdx.x * table.chunk; begin < table.total;
-       begin += gridDim.x * table.chunk) {
-    const int64_t end = min(begin + table.chunk, table.total);
-    int low = 0, high = table.size;  // the first tensor that ends after `begin` lies between
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (table.entries[middle].end <= begin) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    int64_t first = low == 0 ? 0 : next_begin(table.entries[low - 1].end);
-    for (int64_t place = begin; place < end; ++low) {
-      const Entry entry = table.entries[low];
-      const int64_t stop = min(end, entry.end);
-      work(entry, first, place, static_cast<int>(stop - place));
-      first = place = next_begin(stop);
+  const int64_t begin = blockIdx.x * table.chunk;
+  const int64_t end = min(begin + table.chunk, table.total);
+  // The first tensor that ends after `begin` lies between. (A block has one dimension, so
+  // threadIdx.y is 0, which the compiler does not know. Where it knows that all threads read the
+  // same entry, they do it as instructions read constants, through a cache that each step of the
+  // search misses: 15 us in place of 10 for 150 tensors of 64 KiB.)
+  int low = kCapacity == 1 ? 0 : static_cast<int>(threadIdx.y);
+  int high = kCapacity == 1 ? 0 : table.size;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (table.entries[middle].end <= begin) {
+      low = middle + 1;
+    } else {
+      high = middle;
     }
   }
+  int64_t first = low == 0 ? 0 : next_begin(table.entries[low - 1].end);
+  for (int64_t place = begin; place < end; ++low) {
+    const Entry entry = table.entries[low];
+    const int64_t stop = min(end, entry.end);
+    work(entry, first, place, static_cast<int>(stop - place));
+    first = place = next_begin(stop);
+  }
+}
+
+// The elements of results that `vectors` stores of each thread of a block make.
+template <typename To>
+constexpr int64_t chunk_of(int vectors) {
+  return int64_t{kThreads} * vectors * kVectorBytes / static_cast<int64_t>(sizeof(To));
 }
 
 template <typename T, int kSize>

@@ -9,7 +9,8 @@
 namespace smart_autocast {
 namespace {
 
-// `found_inf` is 0 before. Threads that find something all write the same.
+// `found_inf` is 0 before. Threads that find something all write the same, but for those that see
+// it written: where all gradients are infinite, most of the time would go into it.
 template <typename To, typename From, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     unscale_cast_kernel(const __grid_constant__ Table<kCapacity> table,
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
                   return convert<To>(narrow * inverse);
                 });
   });
-  if (found) {
+  if (found && *found_inf == 0) {
     *found_inf = 1.0F;
   }
 }

@@ -21,11 +21,12 @@ void unscale_all(const Launch& launch, const std::vector<Entry>& entries, const 
                  float* found_inf) {
   constexpr auto kSmall = unscale_cast_kernel<To, From, kSmallTable>;
   constexpr auto kLarge = unscale_cast_kernel<To, From, kLargeTable>;
-  start_tables<kSmall, kLarge>(
-      launch, entries, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-        unscale_cast_kernel<To, From, kCapacity>
-            <<<blocks, kThreads, 0, launch.stream>>>(table, scale, found_inf);
-      });
+  start_tables<kSmall, kLarge>(launch, entries, chunk_of<To>(2),
+                               [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+                                 unscale_cast_kernel<To, From, kCapacity>
+                                     <<<blocks, kThreads, 0, launch.stream>>>(table, scale,
+                                                                              found_inf);
+                               });
 }
 
 struct Kernel {
