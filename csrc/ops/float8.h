@@ -65,4 +65,14 @@ C10_HOST_DEVICE inline uint8_t to_float8(float value, int32_t beyond) {
   return static_cast<uint8_t>(result | static_cast<int32_t>(bits >> 24 & 0x80));
 }
 
+// In a third of the instructions of torch's own: what its exponent lacks is a factor, which makes
+// denormal numbers normal, too.
+C10_HOST_DEVICE inline float to_float(Float8_e4m3fn number) {
+  const uint32_t magnitude = number.x & 0x7f, sign = static_cast<uint32_t>(number.x & 0x80) << 24;
+  constexpr uint32_t kFactor = (127 + 127 - 7) << 23;  // by the biases of the exponents
+  const float product = from_bits<float>(magnitude << 20) * from_bits<float>(kFactor);
+  const uint32_t bits = magnitude == 0x7f ? 0x7ff00000 : from_bits<uint32_t>(product);
+  return from_bits<float>(bits | sign);
+}
+
 }  // namespace

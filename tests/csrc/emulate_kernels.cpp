@@ -340,8 +340,22 @@ bool occupies_the_gpu() {
   return right;
 }
 
+// All that it has, NaNs included.
+bool widens_float8() {
+  for (int i = 0; i < 256; ++i) {
+    Float8_e4m3fn number;
+    number.x = static_cast<uint8_t>(i);
+    const float actual = to_float(number), wanted = static_cast<float>(number);
+    if (std::memcmp(&actual, &wanted, sizeof(actual)) != 0) {
+      std::printf("float8_e4m3fn: %02x becomes %g, wanted %g\n", i, actual, wanted);
+      return false;
+    }
+  }
+  return true;
+}
+
 int main() {
-  bool right = occupies_the_gpu();
+  bool right = occupies_the_gpu() && widens_float8();
   right &= rounds_to_float8<Float8_e4m3fn>() && rounds_to_float8<Float8_e5m2>();
   for (unsigned seed = 0; seed < 3; ++seed) {
     std::mt19937 random(seed);

@@ -19,6 +19,15 @@ using torch::headeronly::Half;
 template <typename T>
 constexpr bool kIsFloat8 = std::is_same_v<T, Float8_e4m3fn> || std::is_same_v<T, Float8_e5m2>;
 
+template <typename From>
+__device__ __forceinline__ float widen(From value) {
+  if constexpr (std::is_same_v<From, Float8_e4m3fn>) {
+    return to_float(value);
+  } else {
+    return static_cast<float>(value);
+  }
+}
+
 // static_cast through torch's own Half and BFloat16 gives the bits that aten::to gives, NaNs
 // included; it rounds float64 to float32 first.
 template <typename To, typename From>
@@ -26,7 +35,7 @@ __device__ __forceinline__ To convert(From value) {
   if constexpr (std::is_same_v<To, From>) {
     return value;
   } else {
-    return static_cast<To>(static_cast<float>(value));
+    return static_cast<To>(widen(value));
   }
 }
 
@@ -39,7 +48,7 @@ __device__ __forceinline__ To convert(From value, int32_t beyond) {
       beyond = Float8<To>::kInfinity;
     }
     To result;
-    result.x = to_float8<To>(static_cast<float>(value), beyond);
+    result.x = to_float8<To>(widen(value), beyond);
     return result;
   } else {
     return convert<To>(value);
