@@ -33,20 +33,24 @@ def model_of(quick: bool) -> tuple[GPT, int]:
     return GPT(layers, width=width, heads=heads, words=words), words
 
 
-def candidates(model: nn.Module, device: str) -> dict[str, tuple[nn.Module, bool]]:
-    """The models by name, and whether they run under autocast."""
+def candidates(model: nn.Module, *, graphs: bool) -> dict[str, tuple[nn.Module, bool]]:
+    """The models by name, and whether they run under autocast; `graphs`: those that are compiled,
+    as CUDA graphs."""
+    mode = "reduce-overhead" if graphs else None
     low = copy.deepcopy(model).to(torch.bfloat16)
     ours = {
         f"ours, {kept}": torch.compile(
-            copy.deepcopy(model), backend="smart_autocast", options={"weight_cache": kept}
+            copy.deepcopy(model),
+            backend="smart_autocast",
+            options={"weight_cache": kept, "inductor": {"triton.cudagraphs": graphs}},
         )
         for kept in ("scope", "version", "off")
     }
     return {
-        "stock": (torch.compile(copy.deepcopy(model)), True),
-        "control": (torch.compile(copy.deepcopy(model)), True),
+        "stock": (torch.compile(copy.deepcopy(model), mode=mode), True),
+        "control": (torch.compile(copy.deepcopy(model), mode=mode), True),
         "eager": (model, True),
-        "limit": (torch.compile(low), False),
+        "limit": (torch.compile(low, mode=mode), False),
         **{name: (compiled, True) for name, compiled in ours.items()},
     }
 
@@ -63,6 +67,7 @@ def loop(
         whole = context() if form == FORMS[0] else contextlib.nullcontext()
         with torch.no_grad(), whole:
             for _ in range(tokens):
+                torch.compiler.cudagraph_mark_step_begin()
                 with contextlib.nullcontext() if form == FORMS[0] else context():
                     model(token)
 
@@ -70,7 +75,7 @@ def loop(
 
 
 def measure(
-    form: str, *, quick: bool, device: str, rounds: int, tokens: int, seed: int
+    form: str, *, quick: bool, device: str, graphs: bool, rounds: int, tokens: int, seed: int
 ) -> tuple[list[Row], int]:
     """Seconds per token of each candidate, against stock; and the number of parameters."""
     model, words = model_of(quick)
@@ -80,7 +85,7 @@ def measure(
         cuda_sampler if device == "cuda" else host_sampler
     )
     samplers: dict[str, Sampler] = {}
-    for name, (candidate, autocast) in candidates(model, device).items():
+    for name, (candidate, autocast) in candidates(model, graphs=graphs).items():
         whole = sampler(loop(candidate, token, autocast=autocast, form=form, tokens=tokens))
         samplers[name] = lambda whole=whole: whole() / tokens  # type: ignore[misc]
     samples = interleave(samplers, rounds=rounds, warmup=2, seed=seed)
@@ -92,18 +97,22 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs: mode=reduce-overhead")
     parser.add_argument("--rounds", type=int, help="default: 7, or 5 with --quick")
     parser.add_argument("--tokens", type=int, default=16, help="in one loop")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for decode.json (default: by machine)")
     flags = parser.parse_args(arguments)
-    answer = Answer.to("decode", flags)
+    if flags.graphs and flags.device != "cuda":
+        parser.error("--graphs: expected --device cuda with it, got --device cpu")
+    answer = Answer.to("decode-graphs" if flags.graphs else "decode", flags)
     for form in FORMS:
         torch.compiler.reset()
         rows, parameters = measure(
             form,
             quick=flags.quick,
             device=flags.device,
+            graphs=flags.graphs,
             rounds=flags.rounds or (5 if flags.quick else 7),
             tokens=flags.tokens,
             seed=flags.seed,

@@ -28,6 +28,9 @@ def ours(graph_module: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
     return smart_autocast(graph_module, inputs, options={"inner": "aot_eager"})
 
 
+RUNS_OF_EAGER_MODE = 5
+"""On a GPU, where sums whose order is left open have the same bits now and then."""
+
 WAYS: Mapping[str, Backend] = {
     "eager": lookup_backend("eager"),
     "ours": ours,
@@ -97,7 +100,7 @@ def same_bits_or_why_not(
         assert_same_bits(actual, expected, name)
         return None
     except AssertionError:
-        if DEVICE != "cpu":
+        for _ in range(RUNS_OF_EAGER_MODE if DEVICE != "cpu" else 0):
             try:
                 assert_same_bits(outcome("eager"), expected, name)
             except AssertionError as error:

@@ -108,6 +108,21 @@ def test_one_launch_for_the_tensors_of_a_model() -> None:
     assert not any("Memcpy" in event.name for event in profile.events())
 
 
+@pytest.mark.parametrize(("source", "target"), [(f32, bf16), (bf16, f32)])
+def test_one_large_tensor_is_cast_by_the_faster_kernel(
+    source: torch.dtype, target: torch.dtype
+) -> None:
+    """PyTorch's is as fast as memory to narrower dtypes, and half as fast to wider ones."""
+    tensor = sample(source, 2**21).cuda()
+    multi_cast([tensor], target)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        (result,) = multi_cast([tensor], target)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "multi_cast_kernel" in event.name]
+    assert len(kernels) == (0 if source is f32 else KERNEL_TIER.devices["cuda"].name != "reference")
+    assert_same(result, tensor.to(target))
+
+
 def test_gradients_and_opcheck() -> None:
     tensors = [sample(f32, 3, 5).cuda().requires_grad_(), sample(f16, 4).cuda()]
     results = multi_cast(tensors, bf16)
