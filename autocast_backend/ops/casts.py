@@ -305,15 +305,18 @@ def multi_cast(
 
 
 def _are_few(tensors: Sequence[Tensor]) -> bool:
-    """Whether one call for these few takes longer than one for each; `benchmarks launch` has
-    where that ends. On a GPU each would be a kernel of its own."""
+    """Whether one call for these few, of one device, takes longer than one for each; `benchmarks
+    launch` has where that ends. On a GPU each is a kernel of its own, which those that require grad
+    are in any case."""
     few, grad = len(tensors) <= _FEW, torch.is_grad_enabled()
+    index = tensors[0].get_device() if isinstance(tensors[0], Tensor) else None  # -1: the CPU
     for tensor in tensors:
         if not (
             type(tensor) in _PLAIN
-            and tensor.is_cpu
+            and (tensor.is_cpu or tensor.is_cuda)
+            and tensor.get_device() == index
             and tensor.dtype in _METHODS
-            and (few or (grad and tensor.requires_grad))
+            and ((few and tensor.is_cpu) or (grad and tensor.requires_grad))
             and tensor.numel() < _MUCH
             and tensor.layout is torch.strided
             and not tensor.is_nested

@@ -123,6 +123,21 @@ def test_one_large_tensor_is_cast_by_the_faster_kernel(
     assert_same(result, tensor.to(target))
 
 
+def test_few_tensors_with_gradients_are_cast_one_by_one() -> None:
+    """As more of them are, without a list in between; but never from two devices."""
+    tensors = [sample(f32, 3, 5).cuda().requires_grad_() for _ in range(3)]
+    results = multi_cast(tensors, bf16)
+    for result, tensor in zip(results, tensors, strict=True):
+        assert_same(result, tensor.bfloat16())
+    torch.stack(results).float().sum().backward()
+    assert all(torch.equal(t.grad, torch.ones_like(t)) for t in tensors)
+    elsewhere = sample(f32, 3, 5).requires_grad_()
+    with pytest.raises(RuntimeError, match="'tensors' must hold tensors on one device"):
+        multi_cast([*tensors, elsewhere], bf16)
+    with pytest.raises(RuntimeError, match="'tensors' must hold tensors on one device"):
+        multi_cast([elsewhere, *tensors], bf16)
+
+
 def test_gradients_and_opcheck() -> None:
     tensors = [sample(f32, 3, 5).cuda().requires_grad_(), sample(f16, 4).cuda()]
     results = multi_cast(tensors, bf16)
