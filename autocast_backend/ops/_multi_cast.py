@@ -49,6 +49,7 @@ def autograd(
     if len(trained) == len(tensors):
         return cast_each(trained, dtype)
     frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+    reference.check_one_device([trained[0], frozen[0]])  # of each, the ops ask
     with_grad, without = iter(cast_each(trained, dtype)), iter(below(frozen, dtype))
     return [next(with_grad if tensor.requires_grad else without) for tensor in tensors]
 

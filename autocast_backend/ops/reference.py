@@ -197,6 +197,7 @@ def cast(self: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_each(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    check_multi_cast(tensors, dtype)
     return [tensor.to(dtype, copy=True) for tensor in tensors]
 
 
@@ -208,12 +209,16 @@ def check_multi_cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
         )
     for tensor in tensors:
         check_castable("multi_cast", "tensors", tensor)
-        if tensor.device != tensors[0].device:
-            raise fail(
-                "multi_cast",
-                "argument 'tensors' must hold tensors on one device, got tensors on two; call it "
-                "once for each device",
-            )
+    check_one_device(tensors)
+
+
+def check_one_device(tensors: Sequence[Tensor]) -> None:
+    if any(tensor.device != tensors[0].device for tensor in tensors):
+        raise fail(
+            "multi_cast",
+            "argument 'tensors' must hold tensors on one device, got tensors on two; call it once "
+            "for each device",
+        )
 
 
 def check_out(

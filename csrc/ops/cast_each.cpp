@@ -1,10 +1,11 @@
-#include "tensor_list.h"
+#include "multi_cast.h"
 
 namespace smart_autocast {
 
 void cast_each(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList tensors = take_list(stack[0]);
-  const auto dtype = torch::stable::detail::to<torch::headeronly::ScalarType>(stack[1]);
+  const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
+  check_multi_cast(tensors, dtype);
   TensorList results;
   results.reserve(tensors.size());
   for (const OwnedTensor& tensor : tensors) {

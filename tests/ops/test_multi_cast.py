@@ -441,6 +441,26 @@ def test_mixed_devices_are_an_error() -> None:
         multi_cast([torch.empty(3), torch.empty(3, device="cuda")], bf16)
 
 
+@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_change_no_error(count: int, frozen: bool) -> None:
+    """Each tensor is a call of its own then, which may have none of these."""
+    trained = [sample(f32, 3).requires_grad_() for _ in range(count)]
+    others = [sample(f32, 3)] * frozen
+    elsewhere = torch.empty(3, device="meta", requires_grad=True)
+    for one in (torch.randn(3, dtype=torch.complex64), torch.randn(3, 3).to_sparse()):
+        with pytest.raises(RuntimeError, match=r"'tensors' must be a dense tensor"):
+            multi_cast([*trained, *others, one.requires_grad_()], bf16)
+        with pytest.raises(RuntimeError, match=r"'tensors' must be a dense tensor"):
+            multi_cast([one, *others], bf16)
+    for tensors in ([*trained, *others, elsewhere], [elsewhere, *others, *trained]):
+        with pytest.raises(RuntimeError, match="must hold tensors on one device"):
+            multi_cast(tensors, bf16)
+    for tensors in ([*trained, elsewhere.detach()], [elsewhere, *[t.detach() for t in trained]]):
+        with pytest.raises(RuntimeError, match="must hold tensors on one device"):
+            multi_cast(tensors, bf16)
+
+
 def test_errors_of_out() -> None:
     a, b = sample(f32, 3), sample(f32, 4)
 
