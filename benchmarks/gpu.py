@@ -41,13 +41,15 @@ PYTEST = ("-v", "--tb=short", "--durations=10")
 """With the name of each test before it runs: it may be the last."""
 
 PARTS = {
-    "kernels": ("build", "info", "tests-native", "casts", "launch", "fused", "roofline"),
+    "kernels": ("build", "info", "tests-native", "casts", "wider", "launch", "fused", "roofline"),
     "tests": ("build", "tests-equality", "tests-triton", "tests-models"),
     "checks": ("build", "memcheck", "racecheck"),
-    "models": ("build", "demo-bf16", "decode", "memory"),
+    "models": ("build", "demo-bf16", "decode", "decode-graphs", "memory"),
     "rest": ("build", "demo-fp16", "compile"),
 }
 """What `--only` takes beside the names of stages: the limits of each fit in the whole time."""
+
+WIDER = ("--source", "bfloat16", "--dtype", "float32")
 
 EQUALITY_TESTS = "tests/test_equality_cuda.py"
 MODEL_TESTS = ("tests/weights", "tests/backward", "tests/examples", "tests/benchmarks")
@@ -109,9 +111,10 @@ def stages(out: Path) -> list[Stage]:
         ("build", (python, *build), 120),
         ("info", (python, "-m", "autocast_backend.cli", "info"), 20),
         ("tests-native", (*native, *test, "tests/ops"), 110),
-        ("casts", (*native, *ask("casts", "--rounds", "12")), 100),
-        ("launch", (*native, *ask("launch", "--rounds", "10")), 90),
-        ("fused", (*native, *ask("fused", "--rounds", "10")), 70),
+        ("casts", (*native, *ask("casts", "--rounds", "12")), 60),
+        ("wider", (*native, *ask("casts", "--rounds", "8", *WIDER)), 60),
+        ("launch", (*native, *ask("launch", "--rounds", "10")), 80),
+        ("fused", (*native, *ask("fused", "--rounds", "10")), 45),
         ("roofline", ask("roofline"), 20),
         ("tests-equality", (*test, EQUALITY_TESTS), 90),
         # Triton compiles some 150 variants, and Inductor whole models.
@@ -119,8 +122,9 @@ def stages(out: Path) -> list[Stage]:
         ("tests-models", (*test, *MODEL_TESTS), 170),
         *((tool, command, 180) for tool, command in sanitized()),
         ("demo-bf16", (*demo, str(out / "demo-bf16"), "--dtype", "bfloat16"), 150),
-        ("decode", ask("decode", "--rounds", "5"), 150),
-        ("memory", ask("memory"), 90),
+        ("decode", ask("decode", "--rounds", "5"), 100),
+        ("decode-graphs", ask("decode", "--graphs"), 100),
+        ("memory", ask("memory"), 60),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 150),
         ("compile", ask("compile", "--quick"), 240),
     ]

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EPYC = "amd-epyc-avx512-2-cores"
+GPU = "nvidia-h200"
 OTHERS = {"Xeon": "intel-xeon-avx512-2-cores", "Zen 3": "amd-epyc-avx2-2-cores"}
 
 Table = dict[str, dict[str, str]]
@@ -96,14 +97,17 @@ def casts_elsewhere() -> Expected:
             yield row, column, 1 / rows(section)[candidate]["ratio"]
 
 
+FUSED = {
+    "cast_with_stats by a plain cast": ("stats", "cast_with_stats"),
+    "unscale_cast by .float() and unscaling": ("unscale", "unscale_cast"),
+    "stochastic rounding by nearest": ("stochastic", "stochastic"),
+    "* 2, relu, cast: compiled by one at a time": ("neighbours", "compiled"),
+}
+"""The rows of a table, and what they are called in the file."""
+
+
 def fused() -> Expected:
-    candidates = {
-        "cast_with_stats by a plain cast": ("stats", "cast_with_stats"),
-        "unscale_cast by .float() and unscaling": ("unscale", "unscale_cast"),
-        "stochastic rounding by nearest": ("stochastic", "stochastic"),
-        "* 2, relu, cast: compiled by one at a time": ("neighbours", "compiled"),
-    }
-    for row, (kind, candidate) in candidates.items():
+    for row, (kind, candidate) in FUSED.items():
         for name, section in sections("fused").items():
             if name.startswith(f"{kind}, "):
                 yield row, name.removeprefix(f"{kind}, "), rows(section)[candidate]["ratio"]
@@ -218,6 +222,62 @@ def weights() -> Expected:
             yield row, name, candidate["difference"] / section["weights"] * 1e6
 
 
+def casts_on_a_gpu() -> Expected:
+    times = {
+        ".to": ".to",
+        "fresh": "multi_cast",
+        "out": "multi_cast out",
+        "foreach, out": "foreach out",
+        "Triton's, fresh": "triton",
+    }
+    for row in table_with("1 x 1 GiB", "Triton's, fresh"):
+        section = sections("casts", GPU)[f"{row}, float32 to bfloat16"]
+        for column, candidate in times.items():
+            yield row, column, rows(section)[candidate]["p50"] * 1e6
+        yield row, "of the copy, out", 100 / section["time_by_copy"]["multi_cast out"]
+
+
+def fused_on_a_gpu() -> Expected:
+    names = {kind: (row, name) for row, (kind, name) in FUSED.items()}
+    for title, section in sections("fused", GPU).items():
+        kind, column = title.split(", ", 1)
+        row, candidate = names[kind]
+        yield f"{row}, H200", column, rows(section)[candidate]["ratio"]
+
+
+def launch_on_a_gpu() -> Expected:
+    candidates = {
+        ".to": ".to",
+        "multi_cast": "multi_cast",
+        "multi_cast, out": "multi_cast out",
+        "_foreach_copy_": "foreach out",
+        "Triton's, out": "triton out",
+    }
+    for row, cells in table_with("Triton's, out, device", "148").items():
+        name, where = row.rsplit(", ", 1)
+        for column in cells:
+            if column == "on an H200, us":
+                continue
+            title = f"{column.replace(',', '')} tensors of 1024 bytes, {where}"
+            measured = rows(sections("launch", GPU)[title])[candidates[name]]
+            yield row, column, measured["p50"] * 1e6
+
+
+def decode_on_a_gpu() -> Expected:
+    candidates = {"stock": "stock", "eager autocast": "eager", "limit": "limit"}
+    columns = {
+        "graphs, one context": ("decode-graphs", "one context"),
+        "graphs, per token": ("decode-graphs", "context per token"),
+        "one context, no graphs": ("decode", "one context"),
+        "per token, no graphs": ("decode", "context per token"),
+    }
+    for row in table_with("stock, H200", "graphs, one context"):
+        name = row.removesuffix(", H200")
+        candidate = candidates.get(name, f"ours, {name}")
+        for column, (question, form) in columns.items():
+            yield row, column, rows(sections(question, GPU)[form])[candidate]["p50"] * 1e3
+
+
 @pytest.mark.parametrize(
     ("expected", "row", "column"),
     [
@@ -233,6 +293,10 @@ def weights() -> Expected:
         (threshold_by_sizes, "outside", "1 MiB"),
         (training, "each, 1", "casts: stock"),
         (weights, "whole, one context", "stock, us"),
+        (casts_on_a_gpu, "1 x 1 GiB", "Triton's, fresh"),
+        (fused_on_a_gpu, "stochastic rounding by nearest, H200", "1 MiB"),
+        (launch_on_a_gpu, "Triton's, out, device", "148"),
+        (decode_on_a_gpu, "stock, H200", "graphs, one context"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -142,7 +142,7 @@ def test_what_is_about_the_cuda_library_insists_on_it(monkeypatch, tmp_path):
     """Where it does not load, Triton's kernels would run, and memcheck find no errors in them."""
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     monkeypatch.setattr("shutil.which", lambda *_, **__: "compute-sanitizer")
-    names = {"tests-native", "casts", "launch", "fused", "memcheck", "racecheck"}
+    names = {"tests-native", "casts", "wider", "launch", "fused", "memcheck", "racecheck"}
     plan = {stage.name: stage.command for stage in gpu.stages(tmp_path)}
     for name, command in plan.items():
         forced = command[:2] == ("env", "SMART_AUTOCAST_KERNELS=native")
@@ -154,7 +154,7 @@ def test_what_is_about_the_cuda_library_insists_on_it(monkeypatch, tmp_path):
 def test_questions_take_their_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     asked = [stage.command for stage in gpu.stages(tmp_path) if "benchmarks" in stage.command]
-    assert len(asked) == 7
+    assert len(asked) == 9
     for command in asked:
         question, *flags = command[command.index("benchmarks") + 1 :]
         module = importlib.import_module(f"benchmarks.{question}")
