@@ -383,7 +383,9 @@ def _check_tensors(argument: str, value: object) -> None:
         return
     for index, tensor in enumerate(value):
         if not isinstance(tensor, Tensor):
-            remedy = "leave it out" if tensor is None else "make one with torch.as_tensor"
+            remedy = "make one with torch.as_tensor"
+            if tensor is None:
+                remedy = "leave it out" + (", and its tensor" if argument == "out" else "")
             raise TypeError(
                 f"argument '{argument}[{index}]' must be a torch.Tensor, got "
                 f"{type(tensor).__name__}; {remedy}"

@@ -246,8 +246,32 @@ def check_out(
             raise fail(
                 op, f"{name} be on the device of '{argument}', {tensor.device}, got {result.device}"
             )
-        if any(n > 1 and s == 0 for n, s in zip(result.shape, result.stride(), strict=True)):
-            raise fail(op, f"{name} have memory of its own for every element, got an expanded one")
+        if _may_overlap_itself(result):
+            raise fail(
+                op,
+                f"{name} have memory of its own for every element, got the strides "
+                f"{result.stride()} for the shape {tuple(result.shape)}; make it with "
+                "torch.empty_like(tensor, dtype=dtype)",
+            )
+
+
+def _may_overlap_itself(tensor: Tensor) -> bool:
+    """Whether strides do not tell that each element has a place of its own. Of sizes that are
+    symbols, only that a dimension is expanded is seen."""
+    dimensions = list(zip(tensor.stride(), tensor.shape, strict=True))
+    if not all(isinstance(number, int) for dimension in dimensions for number in dimension):
+        return any(
+            isinstance(stride, int) and stride == 0 and isinstance(size, int) and size > 1
+            for stride, size in dimensions
+        )
+    if 0 in tensor.shape:
+        return False
+    reach = 0  # of the dimensions so far
+    for stride, size in sorted(dimension for dimension in dimensions if dimension[1] > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -382,12 +406,13 @@ _DENSE_ALONE = (
 def refuse_nested(library: torch.library.Library) -> None:
     """Say what is wrong with nested tensors, which are no memory that a kernel of ours knows, on
     every tier. The smart casts take them, as autocast does."""
-    for name in _DENSE_ALONE:
+    for name in (*_DENSE_ALONE, "cast_each"):
         for key in ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA"):
             library.impl(name, functools.partial(_refuse_nested, name), key)
 
 
 def _refuse_nested(name: str, *args: Any, **kwargs: Any) -> None:
+    called = "multi_cast" if name == "cast_each" else name.partition(".")[0]
     op, _, overload = name.partition(".")
     overloads = getattr(torch.ops.smart_autocast, op)
     arguments = arguments_of(getattr(overloads, overload or "default"))
@@ -396,7 +421,7 @@ def _refuse_nested(name: str, *args: Any, **kwargs: Any) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, Tensor) and tensor.is_nested:
                 raise fail(
-                    op,
+                    called,
                     f"argument '{argument}' must be a dense tensor of real numbers, got a nested "
                     "tensor; pass tensor.values(), or cast it by tensor.to(dtype)",
                 )

@@ -26,7 +26,9 @@ SCHEMAS: dict[str, str] = {
     "cast_with_stats": "(Tensor self, ScalarType dtype) -> (Tensor, Tensor)",
     "multi_cast": "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
     "multi_cast.out": "(Tensor[] tensors, ScalarType dtype, *, Tensor(a!)[] out) -> ()",
-    "stochastic_cast": "(Tensor[] tensors, ScalarType dtype, int seed, int offset) -> Tensor[]",
+    "stochastic_cast": (
+        "(Tensor[] tensors, ScalarType dtype, SymInt seed, SymInt offset) -> Tensor[]"
+    ),
     "unscale_cast": "(Tensor[] grads, Tensor scale, ScalarType dtype) -> (Tensor[], Tensor)",
     "unscale_cast.out": (
         "(Tensor[] grads, Tensor scale, ScalarType dtype, *, Tensor(a!)[] out) -> Tensor"

@@ -16,12 +16,13 @@ inline void copy_by_aten(const OwnedTensor& to, const OwnedTensor& from) {
   torch::stable::copy_(out, stable_tensor(from));
 }
 
-inline std::string shape_text(const Geometry& geometry) {
+// As Python writes a tuple.
+inline std::string text_of(const int64_t* numbers, int64_t count) {
   std::string text = "(";
-  for (int64_t i = 0; i < geometry.dim; ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(geometry.sizes[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(numbers[i]);
   }
-  return text + (geometry.dim == 1 ? ",)" : ")");
+  return text + (count == 1 ? ",)" : ")");
 }
 
 // The first byte of a tensor that holds elements, and the one after its last.
@@ -39,6 +40,21 @@ struct ByteRange {
   }
   bool operator<(const ByteRange& other) const { return begin < other.begin; }
 };
+
+// Whether strides do not tell that each element has a place of its own.
+inline bool may_overlap_itself(const OwnedTensor& tensor, const Geometry& geometry) {
+  if (is_dense(tensor, geometry)) {
+    return false;
+  }
+  int64_t reach = 0;  // of the dimensions so far
+  for (const auto& [stride, size] : by_stride(geometry)) {
+    if (stride <= reach) {
+      return true;
+    }
+    reach += (size - 1) * stride;
+  }
+  return false;
+}
 
 // Whose `out` is checked, for what argument, and whether its tensors may be that argument's.
 struct OutOf {
@@ -102,7 +118,7 @@ inline std::vector<ByteRange> check_out(const OutOf& of, const TensorList& tenso
     const Geometry from(tensors[i]), to(out[i]);
     if (from.dim != to.dim || !std::equal(from.sizes, from.sizes + from.dim, to.sizes)) {
       fail_at(i, "have the shape of '" + of.argument + "[" + std::to_string(i) + "]', " +
-                     shape_text(from) + ", got " + shape_text(to) +
+                     text_of(from.sizes, from.dim) + ", got " + text_of(to.sizes, to.dim) +
                      "; make it with torch.empty_like(tensor, dtype=dtype)");
     }
     if (!(DeviceOf(out[i]) == DeviceOf(tensors[i]))) {
@@ -111,10 +127,10 @@ inline std::vector<ByteRange> check_out(const OutOf& of, const TensorList& tenso
     if (from.numel == 0) {
       continue;
     }
-    for (int64_t d = 0; d < to.dim; ++d) {
-      if (to.sizes[d] > 1 && to.strides[d] == 0) {
-        fail_at(i, "have memory of its own for every element, got an expanded one");
-      }
+    if (may_overlap_itself(out[i], to)) {
+      fail_at(i, "have memory of its own for every element, got the strides " +
+                     text_of(to.strides, to.dim) + " for the shape " + text_of(to.sizes, to.dim) +
+                     "; make it with torch.empty_like(tensor, dtype=dtype)");
     }
     const bool is_itself = data_of(out[i]) == data_of(tensors[i]) && dtype_of(tensors[i]) == code &&
                            same_strides(from, to);

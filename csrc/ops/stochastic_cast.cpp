@@ -32,5 +32,7 @@
 // gradients: a tensor that requires grad is refused. Fake, autograd and vmap registrations, and the
 // implementation for devices without a kernel, are in autocast_backend/ops/_stochastic_cast.py.
 STABLE_TORCH_LIBRARY_FRAGMENT(smart_autocast, m) {
-  m.def("stochastic_cast(Tensor[] tensors, ScalarType dtype, int seed, int offset) -> Tensor[]");
+  m.def(
+      "stochastic_cast(Tensor[] tensors, ScalarType dtype, SymInt seed, SymInt offset) "
+      "-> Tensor[]");
 }

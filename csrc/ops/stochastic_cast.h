@@ -25,7 +25,8 @@ inline void check_stochastic_cast(const TensorList& tensors, ScalarType dtype, i
   for (const OwnedTensor& one : tensors) {
     const Tensor tensor = stable_tensor(one);
     check_castable("stochastic_cast", "tensors", tensor);
-    if (scalar_type_of(tensor) != ScalarType::Double && !is_autocast_dtype(scalar_type_of(tensor))) {
+    if (scalar_type_of(tensor) != ScalarType::Double &&
+        !is_autocast_dtype(scalar_type_of(tensor))) {
       fail("stochastic_cast", "argument 'tensors' must hold floating tensors, got " +
                                   dtype_name(scalar_type_of(tensor)));
     }

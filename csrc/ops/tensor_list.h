@@ -89,6 +89,18 @@ struct Geometry {
   }
 };
 
+// Stride and size of each dimension that has more than one place, or none, the innermost first.
+inline std::vector<std::array<int64_t, 2>> by_stride(const Geometry& geometry) {
+  std::vector<std::array<int64_t, 2>> dimensions;
+  for (int64_t i = 0; i < geometry.dim; ++i) {
+    if (geometry.sizes[i] != 1) {
+      dimensions.push_back({geometry.strides[i], geometry.sizes[i]});
+    }
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  return dimensions;
+}
+
 // Whether the elements fill a stretch of memory, each in its own place.
 inline bool is_dense(const OwnedTensor& tensor, const Geometry& geometry) {
   bool contiguous = false;
@@ -96,15 +108,8 @@ inline bool is_dense(const OwnedTensor& tensor, const Geometry& geometry) {
   if (contiguous) {
     return true;
   }
-  std::vector<std::array<int64_t, 2>> dimensions;  // stride, size
-  for (int64_t i = 0; i < geometry.dim; ++i) {
-    if (geometry.sizes[i] != 1) {
-      dimensions.push_back({geometry.strides[i], geometry.sizes[i]});
-    }
-  }
-  std::sort(dimensions.begin(), dimensions.end());
   int64_t expected = 1;
-  for (const auto& [stride, size] : dimensions) {
+  for (const auto& [stride, size] : by_stride(geometry)) {
     if (stride != expected) {
       return false;
     }

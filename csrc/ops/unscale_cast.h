@@ -36,9 +36,10 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
   for (const OwnedTensor& grad : grads) {
     const Tensor tensor = stable_tensor(grad);
     check_castable("unscale_cast", "grads", tensor);
-    if (scalar_type_of(tensor) != ScalarType::Double && !is_autocast_dtype(scalar_type_of(tensor))) {
-      fail("unscale_cast",
-           "argument 'grads' must hold floating tensors, got " + dtype_name(scalar_type_of(tensor)));
+    if (scalar_type_of(tensor) != ScalarType::Double &&
+        !is_autocast_dtype(scalar_type_of(tensor))) {
+      fail("unscale_cast", "argument 'grads' must hold floating tensors, got " +
+                               dtype_name(scalar_type_of(tensor)));
     }
     if (!(DeviceOf(grad) == device)) {
       fail("unscale_cast",

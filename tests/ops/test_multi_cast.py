@@ -441,6 +441,29 @@ def test_mixed_devices_are_an_error() -> None:
         multi_cast([torch.empty(3), torch.empty(3, device="cuda")], bf16)
 
 
+@pytest.mark.parametrize(
+    "out", [torch.empty(5, dtype=bf16).as_strided((3, 3), (1, 1)), torch.empty(3, dtype=bf16)]
+)
+def test_an_out_that_overlaps_in_itself_is_an_error(out: torch.Tensor) -> None:
+    tensor, out = sample(f32, 3, 3), out.expand(3, 3)
+    with pytest.raises(
+        RuntimeError, match=r"'out\[0\]' .* got the strides \(\d, 1\) for the shape"
+    ):
+        multi_cast([tensor], bf16, out=[out])
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="got the strides"):
+        multi_cast([mode.from_tensor(tensor)], bf16, out=[mode.from_tensor(out)])
+
+
+def test_outs_with_gaps_or_without_elements() -> None:
+    tensor, memory = sample(f32, 3, 4), torch.zeros(6, 9, dtype=bf16)
+    for out in (memory[::2, :8:2], memory.t()[:3, :4], memory[1:4, 5:]):
+        multi_cast([tensor], bf16, out=[out])
+        assert torch.equal(out, tensor.bfloat16())
+    none = torch.empty(0, 1).expand(0, 3)
+    for device in ("cpu", "meta"):
+        multi_cast([none.to(device)], bf16, out=[torch.empty_like(none, dtype=bf16, device=device)])
+
+
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradients_change_no_error(count: int, frozen: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocast_backend import multi_cast
@@ -265,6 +266,37 @@ def test_vmap_and_compile() -> None:
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert_same(compiled(tensor), function(tensor))
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_numbers_that_change_from_call_to_call_are_compiled_once(inner: str) -> None:
+    """The offset of the next call comes after what this one takes; seeds, too, may change."""
+    tensor, counters = sample(f32, 50), CompileCounterWithBackend(inner)
+
+    def function(x: torch.Tensor, seed: int, offset: int) -> torch.Tensor:
+        return multi_cast([x], bf16, rounding="stochastic", seed=seed, offset=offset)[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=counters)
+    for i in range(12):
+        seed, offset = (-1) ** i * (i + 5) * 2**31, 13 * i + 2
+        assert_same(compiled(tensor, seed, offset), function(tensor, seed, offset))
+    assert counters.frame_count <= 3
+    with pytest.raises(RuntimeError, match="'offset' must not be negative"):
+        compiled(tensor, 1, -2)
+
+
+def test_an_offset_that_depends_on_data() -> None:
+    def function(x: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        return multi_cast([x], bf16, rounding="stochastic", seed=1, offset=int(offset.item()))[0]
+
+    tensor = sample(f32, 50)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        for i in range(3):
+            offset = torch.tensor(i)
+            assert_same(compiled(tensor, offset), function(tensor, offset))
 
 
 def test_takes_no_gradients() -> None:
