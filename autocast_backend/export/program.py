@@ -75,7 +75,9 @@ def lower_with_report(
     _check(exported_program)
     check_device_type(device_type)
     overrides = bind(parse_overrides("policies", policies), exported_program.graph_module)
-    context = Context(AutocastState.of(ambient), other_dtypes=True, overrides=overrides)
+    context = Context(
+        AutocastState.of(ambient), other_dtypes=True, overrides=overrides, watched=False
+    )
     graph, signature = hops_to_regions(
         exported_program.graph_module, exported_program.graph_signature
     )

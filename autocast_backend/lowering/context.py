@@ -23,6 +23,8 @@ class Context:
         other_dtypes: whether each call is proved for other floating-point dtypes than it has, too.
         overrides: the option `policies`.
         overridden: the calls that it names; `propagate` finds them.
+        watched: whether the first run of custom ops is (`custom_ops.py`). Where it is not, one
+            whose kernel may call ops that autocast acts on stays under autocast.
         may_stay_eager: whether a graph may be left as it is, where eager autocast shares the cast
             of a weight that a lowered graph could not share; `report.keepers` names the calls then.
         report: filled in as the passes run.
@@ -33,6 +35,7 @@ class Context:
     other_dtypes: bool = False
     overrides: Overrides = field(default_factory=Overrides)
     overridden: dict[fx.Node, Overridden] = field(default_factory=dict)
+    watched: bool = True
     may_stay_eager: bool = False
     report: Report = field(default_factory=Report)
 

@@ -27,7 +27,9 @@ from torch import fx
 
 from .._torch.dynamo import is_numpy_call
 from .._torch.fake_tensors import fake_mode_of
+from .._torch.inside import opaque_ops
 from .._torch.kernels import kernels_opened
+from .._torch.ops import op_name_of
 from ..graphs import names_of, nodes_of, recompile
 from ..regions import is_region_node
 from .context import Context
@@ -91,11 +93,25 @@ def _judged(
     candidates = [c for plan in plans for c in plan.candidates]
     fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])
     with report.timed("validation"):
+        if not context.watched:
+            _refuse_opaque(candidates)
         judge(candidates, fake_mode, context.validate, report)
         judge_transforms(candidates, fake_mode)
         if context.other_dtypes:
             judge_other_dtypes(candidates, fake_mode)
     return plans, candidates, fake_mode
+
+
+def _refuse_opaque(candidates: list[Candidate]) -> None:
+    """Have custom ops stay under autocast whose kernels nobody has looked into, as fake tensors do
+    not run them."""
+    for c in candidates:
+        on = [d.device_type for d in c.placement.state.enabled_devices]
+        if c.refused is None and not c.overridden and (ops := opaque_ops(c.node.target, on)):
+            c.refused = (
+                f"the custom op {op_name_of(ops[0])[0]} has no autocast rule, and its kernel may "
+                "call ops that have one"
+            )
 
 
 def _check_example_values(module: fx.GraphModule) -> None:

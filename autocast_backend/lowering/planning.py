@@ -17,7 +17,7 @@ from .._torch.higher_order import is_selective
 from ..regions import Placement, find_regions, is_region_node
 from ..state import AutocastState
 from . import recipes
-from .bodies import APART, Bodies
+from .bodies import APART, STALE, Bodies
 from .recipes import Recipe, tensor_arguments
 
 
@@ -173,6 +173,11 @@ def _dtypes(nodes: Sequence[Any]) -> list[torch.dtype | None]:
 def refusal(node: fx.Node, inside_transform: bool) -> str | None:
     """Why a call is not even tried; None where it is."""
     if is_higher_order_op(node.target):
+        if STALE in node.meta:
+            return (
+                f"the higher-order op {node.target} is not lowered where the values of a graph are "
+                "computed anew, as for overrides, another ambient state or another device type"
+            )
         if str(node.target) in APART:
             return f"the higher-order op {node.target} is lowered without gradients only"
         return f"the higher-order op {node.target} is not lowered yet"

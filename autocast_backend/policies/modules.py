@@ -35,11 +35,14 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
     names: dict[str, set[Name]] = {}
     ways: dict[str, list[Path]] = {}
     weights: dict[Name, int] = {}
+    callable: set[Name] = set()
     for path, root in roots.items():
         way = parse_path(path)
         for name, module in root.named_modules(remove_duplicate=False):
             below = tuple(filter(None, name.split(".")))
             names.setdefault(str(id(module)), set()).add(way.name + below)
+            if type(module).forward is not nn.Module.forward:
+                callable.add(way.name + below)
             ways.setdefault(str(id(module)), []).append(way.to(below))
             for weight, value in (*module._parameters.items(), *module._buffers.items()):
                 weights[(*way.name, *below, weight)] = id(value)
@@ -57,6 +60,7 @@ def bind(overrides: Overrides, graph_module: fx.GraphModule) -> Overrides:
         overrides,
         names={i: tuple(known) for i, known in names.items()},
         owners={weight: tuple(owners[tensor]) for weight, tensor in weights.items()},
+        callable=frozenset(callable),
     )
 
 

@@ -87,12 +87,14 @@ class Overrides:
         names: identity of a module, as `nn_module_stack` has it -> all names it has in the model;
             a module that is shared has several.
         owners: name of a parameter or buffer -> the names of all modules that it is registered in.
+        callable: the names of modules that have a `forward`, unlike `nn.ModuleList`.
     """
 
     ops: tuple[Override, ...] = ()
     modules: tuple[Override, ...] = ()
     names: Mapping[str, tuple[Name, ...]] = field(default_factory=dict)
     owners: Mapping[Name, tuple[Name, ...]] = field(default_factory=dict)
+    callable: frozenset[Name] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.ops or self.modules)
@@ -123,19 +125,31 @@ class Overrides:
     def _innermost_first(self, modules: Stack) -> Iterator[tuple[Name, ...]]:
         """The names of each of `modules`, also of containers such as `blocks`, which
         nobody calls; the compiled module's own name is empty. Of a shared module all names count,
-        but the containers of those alone that lie in the module that called it."""
-        stack = [self._names(i, path) for i, path in modules]
+        but the containers of those alone that lie in the module that called it; and where it was
+        called by a name without them, none that could be called itself: it was not."""
+        stack = [(self._names(i, path), parse_name(path)) for i, path in modules]
         while stack:
-            names = stack.pop()
+            names, called = stack.pop()
             around = {
-                name[:end] for outer in stack for name in outer for end in range(len(name) + 1)
+                name[:end] for outer, _ in stack for name in outer for end in range(len(name) + 1)
             }
             yield names
-            callers = stack[-1] if stack else ()
+            callers = stack[-1][0] if stack else ()
             reached = [n for n in names if any(n[: len(c)] == c for c in callers)] or names
+            directly = called in reached and not self._in_callable(called, around)
             for end in range(max(map(len, reached)) - 1, 0, -1):
-                yield tuple(name[:end] for name in reached if name[:end] not in around)
+                yield tuple(
+                    name[:end]
+                    for name in reached
+                    if name[:end] not in around
+                    and not (directly and self._in_callable(name[: end + 1], around))
+                )
         yield ((),)
+
+    def _in_callable(self, name: Name, around: set[Name]) -> bool:
+        """Whether a module with a `forward` is around the one of this name, beside `around`."""
+        outer = (name[:end] for end in range(1, len(name)))
+        return any(one in self.callable and one not in around for one in outer)
 
     def of_module(self, name: Name) -> Override | None:
         """The override that names the calls in a module, where no module inside has its own."""

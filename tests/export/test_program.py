@@ -22,9 +22,10 @@ from autocast_backend._torch.autocast import enter_autocast, exit_autocast, wrap
 from autocast_backend.graphs import nodes_of
 from autocast_backend.regions import RegionError, hops_to_regions
 from tests.export.support import Region, cuda_dtypes, dtypes, export, save_and_load
-from tests.support import BF16, assert_same_bits, targets
+from tests.support import BF16, assert_same_bits, capture, targets
 
 lower, module = autocast_backend.export.lower, autocast_backend.export.module
+lower_with_report = autocast_backend.export.lower_with_report
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -415,6 +416,67 @@ def test_a_pre_dispatch_graph() -> None:
     assert_same_bits(lowered(X, w), traced(X, w))
     assert all("val" in n.meta for n in lowered.graph.nodes if n.op == "call_function")
     assert not any("example_value" in n.meta for n in lowered.graph.nodes)
+
+
+@torch.library.custom_op("smart_autocast_tests::product", mutates_args=())
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Autocast has no rule for it, and acts inside."""
+    return (x @ w).float()
+
+
+@product.register_fake
+def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], w.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("smart_autocast_tests::product_into", mutates_args=("y",))
+def product_into(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+    y.copy_(x @ w)
+
+
+class WithOpaqueOps(nn.Module):
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            y = torch.zeros(4, 8)
+            product_into(x, w, y)
+            return product(x, w) + y + (x @ w)
+
+
+def test_custom_ops_that_nobody_sees_inside_stay_under_autocast() -> None:
+    model, w = WithOpaqueOps(), torch.randn(8, 8)
+    program, report = lower_with_report(torch.export.export(model, (X, w)))
+    reasons = [one.reason for one in report.bracketed]
+    assert [r.split(" has no")[0] for r in reasons] == [
+        "the custom op smart_autocast_tests::product_into",
+        "the custom op smart_autocast_tests::product",
+    ]
+    assert_same_bits(module(program)(X, w), model(X, w))
+    assert_same_bits(lower_autocast(capture(model, X, w))(X, w), (model(X, w),))
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.cond(x.sum() > 0, lambda v: v @ v.t(), lambda v: (v @ v.t()).sin(), (x,))
+
+
+def test_branches_are_not_lowered_where_values_are_computed_anew() -> None:
+    program = torch.export.export(Branches(), (X,))
+    assert not lower_with_report(program)[1].bracketed
+    (bracketed,) = lower_with_report(program, device_type="cpu")[1].bracketed
+    assert "cond is not lowered where the values of a graph are computed anew" in bracketed.reason
+
+
+def test_a_graph_of_its_own_serves_other_dtypes() -> None:
+    """A call that has no policy, but whose kernel asks autocast: proved for float32 alone."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return F.pad(x, (1, 1), mode="reflect")
+
+    lowered = lower_autocast(capture(function, X))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert_same_bits(lowered(X.to(dtype)), (function(X.to(dtype)),))
 
 
 def unclosed(graph: fx.Graph) -> None:

@@ -341,6 +341,9 @@ def test_a_higher_order_op_with_gradients_of_its_own_is_bracketed_whole() -> Non
     report = lower_with_report(graph, AutocastState.off())
     (bracketed,) = report.bracketed
     assert bracketed.reason == "the higher-order op cond is lowered without gradients only"
+    with torch.no_grad():
+        report = lower_with_report(capture(function, torch.randn(8, 8)), AutocastState.off())
+    assert not report.bracketed
 
 
 @pytest.mark.parametrize(

@@ -889,3 +889,31 @@ def test_a_shared_module_is_in_the_module_that_calls_it(modules: Any, expected: 
     compiled = torch.compile(TwoCallers(), backend="smart_autocast", options=options)
     with torch.autocast(**BF16):
         assert tuple(result.dtype for result in compiled(torch.ones(2, 8))) == expected
+
+
+class AlsoCalledAlone(nn.Module):
+    """A part of a module that is also called by a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.whole = nn.Sequential(self.layer, nn.ReLU())
+        self.listed = nn.ModuleList([self.layer])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x), self.whole(x), self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "inside"),
+    [("whole", [1]), ("layer", [0, 1, 2]), ("whole.0", [0, 1, 2]), ("listed", [0, 2])],
+)
+def test_a_call_by_another_name_is_not_in_a_module_that_was_not_called(
+    pattern: str, inside: list[int]
+) -> None:
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "policies": {"module": {pattern: "fp32"}}}
+    compiled = torch.compile(AlsoCalledAlone(), backend="smart_autocast", options=options)
+    with torch.autocast(**BF16):
+        results = compiled(torch.ones(2, 8))
+    assert [i for i, result in enumerate(results) if result.dtype is torch.float32] == inside
