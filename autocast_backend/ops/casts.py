@@ -145,7 +145,8 @@ def unscale_cast(
         dtype: ``torch.float32``, ``torch.float64``, ``torch.float16`` or ``torch.bfloat16``.
         out: where to write the results: as many tensors, of ``dtype``, with the shapes of
             ``grads``, on their device. ``out[i]`` may be ``grads[i]``; else each has memory of its
-            own. Where gradients are large, memory that is used again saves most of the time.
+            own. Where gradients are large, memory that is used again saves most of the time. Where
+            one is not contiguous, Dynamo leaves the call to Python: a graph break.
 
     Returns:
         :class:`UnscaledGrads`: new tensors, or those of ``out``, and whether a number was not
@@ -193,7 +194,8 @@ def multi_cast(
         dtype: the floating dtype to cast to.
         out: where to write the results: as many tensors, of ``dtype``, with the shapes of
             ``tensors``, on their device; no gradients flow through it. Fastest with the strides of
-            ``tensors``: ``[torch.empty_like(t, dtype=dtype) for t in tensors]``.
+            ``tensors``: ``[torch.empty_like(t, dtype=dtype) for t in tensors]``. Where one is not
+            contiguous, Dynamo leaves the call to Python: a graph break.
         rounding: ``"nearest-even"``, bit by bit as ``Tensor.to`` rounds; or ``"stochastic"``: to
             one of the two neighbours in ``dtype``, so that the mean is the number itself. The
             latter takes floating tensors and ``torch.bfloat16``, ``torch.float16``,
