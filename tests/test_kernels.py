@@ -293,7 +293,7 @@ def test_our_kernels_are_no_rules_of_autocast() -> None:
     with kernels_opened():
         assert not has_autocast_kernel(op, ("cpu",))
         assert "aten::_trilinear" not in autocast_registrations("cpu")
-        assert not kernels.has_rules_of_users()
+        assert not kernels.has_kernels_of_users()
 
 
 def test_a_users_rule_takes_the_place_of_our_kernel() -> None:
@@ -304,7 +304,7 @@ def test_a_users_rule_takes_the_place_of_our_kernel() -> None:
     library.impl(op, lambda x, p: x * 2, "AutocastCPU")
     try:
         assert has_autocast_kernel(op, ("cpu",))
-        assert kernels.has_rules_of_users()
+        assert kernels.has_kernels_of_users()
         with torch.autocast(**BF16):
             assert torch.equal(op(x, 1), x * 2)
     finally:
@@ -312,6 +312,18 @@ def test_a_users_rule_takes_the_place_of_our_kernel() -> None:
     assert not has_autocast_kernel(op, ("cpu",))
     with torch.autocast(**BF16):
         assert torch.equal(op(x, 1), torch.lgamma(x))
+
+
+def test_a_users_kernel_for_an_op_of_pytorchs_is_noticed() -> None:
+    """Autocast acts on what it calls. What PyTorch gives its own ops this way does not count."""
+    assert not kernels.has_kernels_of_users()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("hardswish", lambda x: torch.mm(x, x), "AutogradCPU")
+    try:
+        assert kernels.has_kernels_of_users()
+    finally:
+        library._destroy()
+    assert not kernels.has_kernels_of_users()
 
 
 def test_calls_of_other_threads_are_eagers() -> None:

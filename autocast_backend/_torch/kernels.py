@@ -110,10 +110,28 @@ def _register_kernels() -> None:
             register_autocast_kernel(op, device_type, _kernel(op, device_type, body))
 
 
-def has_rules_of_users() -> bool:
-    """Whether Python code gives ops of PyTorch's another autocast rule, by `torch.library`."""
+_OF_PYTORCH = frozenset(
+    {
+        "aten/_foreach_mm/CUDA",
+        "aten/bmm/CUDA",
+        "aten/linalg_lu_solve.out/MPS",
+        "aten/linalg_polar.out/CUDA",
+        "aten/linalg_polar/CUDA",
+        "aten/to_dense/FuncTorchDynamicLayerFrontMode",
+        "aten/to_dense/PythonTLSSnapshot",
+    }
+)
+"""What PyTorch itself gives its ops by `torch.library`, beside `Meta` kernels."""
+
+
+def has_kernels_of_users() -> bool:
+    """Whether Python code gives ops of PyTorch's other autocast rules or kernels, by
+    `torch.library`."""
     names = list(torch.library._impls)  # "aten/sin/AutocastCPU"
-    return any("/Autocast" in name and name.startswith("aten/") for name in names)
+    return any(
+        name.startswith("aten/") and not name.endswith("/Meta") and name not in _OF_PYTORCH
+        for name in names
+    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ caches, so that a warm start does not validate again.
 What cannot be spelled out - a function or an op of the user's, who may change what it does; a
 tensor subclass, whose fields may decide what a call does - is named by its address in the key, and
 the verdict is kept for as long as the graph is looked at. So are all of them while the user's code
-gives PyTorch's own ops other rules.
+gives PyTorch's own ops other rules or kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .._torch.autocast import autocast_device_types, has_autocast_kernel
 from .._torch.configs import compile_cache_dir, made_with
 from .._torch.fake_tensors import symbol_key
 from .._torch.formulas import grad_fn_of
-from .._torch.kernels import are_closed, has_rules_of_users
+from .._torch.kernels import are_closed, has_kernels_of_users
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched, overloads_of
 from .._torch.tensors import is_fake
 from ..state import AutocastState
@@ -96,7 +96,7 @@ class Verdicts:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        lasting = () if has_rules_of_users() else keys
+        lasting = () if has_kernels_of_users() else keys
         self._kept = {key for key in lasting if not names_an_address(key)}
         self._here: dict[str, Verdict] = {}
         self._unsaved = False
@@ -210,6 +210,7 @@ def _found_inside() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,  # which ops an LSTM calls
         torch.backends.opt_einsum.is_available(),  # in which order `einsum` makes its products
         torch.backends.opt_einsum.enabled,
         torch.backends.opt_einsum.strategy,

@@ -152,15 +152,20 @@ def forget_seen() -> None:
 
 
 def forget_dead() -> None:
-    """Drop what is left of the casts of weights that have been freed. That takes a look at all of
-    them, so only each time that as many have been made as there were."""
+    """Drop what is left of the casts of weights that have been freed, and what would keep a model
+    that an attribute leads to. That takes a look at all of them, so only each time that as many
+    have been made as there were."""
     if Shared.casts < Shared.sweep_at:
         return
     for known in (*stores(), Shared.kept_on_cpu):
+        for (weight, _), cast in known.items():
+            cast.let_go_of_attributes(weight)
         for key in [key for key, cast in known.items() if not cast.is_alive()]:
             del known[key]
     for key in list(Shared.kept):
         Shared.kept[key] = [cast for cast in Shared.kept[key] if cast.is_alive()]
+        for cast in Shared.kept[key]:
+            cast.let_go_of_attributes(key[0])
         if not Shared.kept[key]:
             del Shared.kept[key]
     left = sum(len(casts) for casts in stores()) + len(Shared.kept) + len(Shared.kept_on_cpu)

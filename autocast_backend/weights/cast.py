@@ -37,12 +37,18 @@ _NAME = "_smart_autocast_name"
 """Of the attribute."""
 
 
-def _identity(weight: Tensor) -> dict[str, Any] | str:
-    """What no other tensor has for as long as it is kept; `torch.utils.swap_tensors` swaps it."""
-    attributes: dict[str, Any] = _attributes(weight)
-    for value in attributes.values():
-        if not isinstance(value, (str, int, float, type(None))):
-            name: str = attributes.setdefault(_NAME, uuid.uuid4().hex)
+def _identity(weight: int, attributes: dict[str, Any]) -> dict[str, Any] | str:
+    """What no other tensor has for as long as it is kept, by the id and the `__dict__` of one;
+    `torch.utils.swap_tensors` swaps the latter.
+
+    A name that was copied, with all attributes of another tensor, is replaced by one of its own.
+    """
+    for key, value in attributes.items():
+        if key != _NAME and not isinstance(value, (str, int, float, type(None))):
+            own = f"{weight:x}-{id(attributes):x}-"
+            name: str = attributes.get(_NAME, "")
+            if not name.startswith(own):
+                name = attributes[_NAME] = own + uuid.uuid4().hex
             return name
     return attributes
 
@@ -81,7 +87,7 @@ class Cast:
         self.memory = _Memory()
         self._version: int | None = _version(weight)
         self._address = _address(weight)
-        self._identity = _identity(weight)
+        self._identity = _identity(id(weight), _attributes(weight))
         freed = functools.partial(setattr, self.memory, "cast") if watched else None
         self._storage = ref_to_storage(weight, freed)
         # No tuples where none are needed: Python's garbage collector runs by how many there are.
@@ -114,6 +120,12 @@ class Cast:
     def spoil(self) -> None:
         """Its weight may have been written to without a trace."""
         self._version = None
+
+    def let_go_of_attributes(self, weight: int) -> None:
+        """Keep no attributes of its weight, known by its id, that may have come to lead to the
+        model since."""
+        if not isinstance(self._identity, str):
+            self._identity = _identity(weight, self._identity)
 
     def can_be_replaced(self, weight: Tensor, recorded: Mapping[int, list[Place]]) -> bool:
         """Whether its memory may be written over by a later cast of `weight`: it fits, and nobody

@@ -344,6 +344,44 @@ def test_a_cast_does_not_keep_the_model_that_attributes_of_a_weight_lead_to() ->
     del one, seen
 
 
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_attributes_that_are_copied_to_the_next_weight_over_one_memory(lifetime: str) -> None:
+    """With the name that the former is known by. The next but one may get its id again."""
+    memory, model, x = torch.zeros(8, 8), nn.Module(), torch.ones(1, 8)
+
+    def put(value: float, attributes: dict[str, Any]) -> None:
+        memory.fill_(value)
+        weight = nn.Parameter(memory.data)
+        weight.__dict__.update(attributes)
+        model.w = weight
+
+    put(0, {"loader": print})
+    compiled = torch.compile(lambda x: x @ model.w, **ours(weight_cache=lifetime))
+    with torch.no_grad(), bf16():
+        for i in range(60):
+            put(i, dict(model.w.__dict__))
+            assert [compiled(x)[0, 0].item() for _ in range(2)] == [8 * i] * 2
+
+
+def test_attributes_that_come_later_keep_no_model_for_good() -> None:
+    """Until casts are swept at the latest."""
+    freed = []
+    for _ in range(3):
+        model, x = nn.Linear(8, 8), data(3, 8)
+        compiled = torch.compile(model, **ours(weight_cache="version"))
+        with torch.no_grad(), bf16():
+            compiled(x)
+        model.weight.owner = model  # type: ignore[attr-defined]
+        freed.append(weakref.ref(model))
+        del model, compiled
+        torch._dynamo.reset()
+        cache.Shared.sweep_at = 0
+        with cache.Shared.lock:
+            cache.forget_dead()
+        gc.collect()
+    assert [one() for one in freed] == [None] * 3
+
+
 def test_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has written over the memory of casts, and has not said so. The weights are then what they
     were when those were made."""
