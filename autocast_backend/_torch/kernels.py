@@ -110,18 +110,17 @@ def _register_kernels() -> None:
             register_autocast_kernel(op, device_type, _kernel(op, device_type, body))
 
 
+_BY_AUTOCAST = ("Autocast", "Autograd", "CPU", "CUDA", "Composite")
+"""How the dispatch keys begin whose kernels autocast may act on, or be."""
 _OF_PYTORCH = frozenset(
     {
         "aten/_foreach_mm/CUDA",
         "aten/bmm/CUDA",
-        "aten/linalg_lu_solve.out/MPS",
         "aten/linalg_polar.out/CUDA",
         "aten/linalg_polar/CUDA",
-        "aten/to_dense/FuncTorchDynamicLayerFrontMode",
-        "aten/to_dense/PythonTLSSnapshot",
     }
 )
-"""What PyTorch itself gives its ops by `torch.library`, beside `Meta` kernels."""
+"""What PyTorch itself gives its ops for these by `torch.library`."""
 
 
 def has_kernels_of_users() -> bool:
@@ -129,7 +128,9 @@ def has_kernels_of_users() -> bool:
     `torch.library`."""
     names = list(torch.library._impls)  # "aten/sin/AutocastCPU"
     return any(
-        name.startswith("aten/") and not name.endswith("/Meta") and name not in _OF_PYTORCH
+        name.startswith("aten/")
+        and name.rpartition("/")[2].startswith(_BY_AUTOCAST)
+        and name not in _OF_PYTORCH
         for name in names
     )
 

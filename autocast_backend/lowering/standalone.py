@@ -44,9 +44,9 @@ def lower_autocast(
     Returns:
         A new graph, to be run with autocast off. Its smart casts hold no dtype of the tensors they
         get: the same graph serves float32, bfloat16, float16 and float64 inputs as eager autocast
-        does; what could not be proved for all of these stays in a bracket, and so does a custom op
-        without a rule for autocast, whose kernel nobody sees. Brackets are written as the regions
-        were.
+        does. Calls without a policy of their own that were proved equal, and brackets, were proved
+        for the dtypes of the example values. A custom op without a rule for autocast, whose kernel
+        nobody sees, stays in a bracket. Brackets are written as the regions were.
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be, or a graph without example
@@ -57,9 +57,7 @@ def lower_autocast(
     check_graph_module(graph_module)
     overrides = bind(parse_overrides("policies", policies), graph_module)
     flat, _ = hops_to_regions(graph_module)
-    context = Context(
-        AutocastState.of(ambient), other_dtypes=True, overrides=overrides, watched=False
-    )
+    context = Context(ambient=AutocastState.of(ambient), overrides=overrides, watched=False)
     lower_flat(flat, context, propagated=not context.ambient.enabled_devices)
     if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
         flat, _ = regions_to_hops(flat)

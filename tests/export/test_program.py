@@ -467,18 +467,6 @@ def test_branches_are_not_lowered_where_values_are_computed_anew() -> None:
     assert "cond is not lowered where the values of a graph are computed anew" in bracketed.reason
 
 
-def test_a_graph_of_its_own_serves_other_dtypes() -> None:
-    """A call that has no policy, but whose kernel asks autocast: proved for float32 alone."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(**BF16):
-            return F.pad(x, (1, 1), mode="reflect")
-
-    lowered = lower_autocast(capture(function, X))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        assert_same_bits(lowered(X.to(dtype)), (function(X.to(dtype)),))
-
-
 def unclosed(graph: fx.Graph) -> None:
     (exit_,) = graph.find_nodes(op="call_function", target=exit_autocast)
     graph.erase_node(exit_)
