@@ -206,7 +206,7 @@ class GraphWeights:
             keys, sources, memories = zip(*group, strict=True)
             results.update(zip(keys, _cast_all(sources, dtype, memories), strict=True))
         # In the order of the weights, for the gradients get ready in it.
-        for dtype, run in itertools.groupby(with_nodes, key=lambda one: one[0][1]):
+        for (dtype, _), run in itertools.groupby(with_nodes, lambda one: (one[0][1], one[1].device)):
             keys, sources = zip(*run, strict=True)
             for key, node in zip(keys, multi_cast(sources, dtype), strict=True):
                 results[key] = node if with_gradients else node.detach()

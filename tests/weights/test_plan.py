@@ -649,3 +649,14 @@ def test_a_weight_that_a_written_subclass_holds_stays() -> None:
     pair = TwoTensor(w.data, w.detach().clone())
     _, report = plan_of(function, w, pair, data(3, 8))
     assert reasons(report) == {"the graph writes to its memory"}
+
+
+def test_weights_on_two_devices_with_gradients() -> None:
+    """One graph may have parts of a model on several devices; `multi_cast` takes one at a time."""
+    devices = ["cpu", "meta", "cpu", "meta"]
+    weights = [nn.Parameter(torch.ones(2, device=device)) for device in devices]
+    graph = graph_weights.GraphWeights([torch.bfloat16] * 4, [True] * 4, lasting=False, scoped=True)
+    with bf16():
+        casts = graph.casts(weights, graph.scope())
+    assert [cast.device.type for cast in casts] == devices
+    assert all(cast.requires_grad and cast.dtype is torch.bfloat16 for cast in casts)
