@@ -23,7 +23,7 @@ def managed_by_fsdp(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         states = [reference() for reference in mapping.values()]
         managed = (p for s in states for group in _groups(s) for p in group.fsdp_params)
         gathered = {id(getattr(p, "_unsharded_param", None)) for p in managed}
-    return [t for t in tensors if id(t) in gathered or getattr(t, "_fsdp_flattened", False)]
+    return [t for t in tensors if t.__dict__.get("_fsdp_flattened") or id(t) in gathered]
 
 
 def _groups(state: Any) -> Sequence[Any]:

@@ -70,8 +70,9 @@ class Shared:
     # earlier scopes held the others meanwhile.
     kept: ClassVar[dict[Key, list[Cast]]] = {}
     kept_on_cpu: ClassVar[dict[Key, Cast]] = {}  # those of other graphs without gradients
-    # Those that make them. They remember what they have seen themselves, the others in the scope.
-    lasting_graphs: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    # All graphs that take casts in. Those whose casts last remember what they have seen themselves,
+    # the others in the scope.
+    graphs: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
     # What `torch.distributed` may not have done yet, and the storages that it writes to.
     works: ClassVar[list[tuple[Any, list[weakref.ref[Any]]]]] = []
     hits = misses = casts = 0
@@ -146,8 +147,8 @@ def forget_seen() -> None:
     scope = last_scope()
     contents = None if scope is None else scope.contents
     if contents is not None:
-        contents.seen.clear()
-    for graph in Shared.lasting_graphs:
+        contents.forget_seen()
+    for graph in Shared.graphs:
         graph.seen.clear()
 
 
@@ -157,7 +158,12 @@ def forget_dead() -> None:
     have been made as there were."""
     if Shared.casts < Shared.sweep_at:
         return
-    for known in (*stores(), Shared.kept_on_cpu):
+    scope = last_scope()
+    contents = None if scope is None else scope.contents
+    stores = [Shared.lasting, Shared.kept_on_cpu]
+    if contents is not None:
+        stores.append(contents.one_by_one)  # casts that were made at once keep their weights
+    for known in stores:
         for (weight, _), cast in known.items():
             cast.let_go_of_attributes(weight)
         for key in [key for key, cast in known.items() if not cast.is_alive()]:
@@ -168,7 +174,8 @@ def forget_dead() -> None:
             cast.let_go_of_attributes(key[0])
         if not Shared.kept[key]:
             del Shared.kept[key]
-    left = sum(len(casts) for casts in stores()) + len(Shared.kept) + len(Shared.kept_on_cpu)
+    left = sum(map(len, stores)) + len(Shared.kept)
+    left += sum(graph.forget_dead() for graph in Shared.graphs)
     Shared.sweep_at = Shared.casts + left
 
 
@@ -182,8 +189,7 @@ def clear_weight_cache() -> None:
         scope = last_scope()
         contents = None if scope is None else scope.contents
         if contents is not None:
-            contents.casts.clear()
-            contents.nodes.clear()
+            contents.clear()
         Shared.lasting.clear()
         Shared.kept.clear()
         Shared.kept_on_cpu.clear()

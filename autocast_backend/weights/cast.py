@@ -31,6 +31,7 @@ Key = tuple[int, torch.dtype]
 _version = operator.attrgetter("_version")
 _address = torch.Tensor.data_ptr
 _attributes = operator.attrgetter("__dict__")
+_storage = torch.Tensor.untyped_storage
 
 
 _NAME = "_smart_autocast_name"
@@ -43,14 +44,21 @@ def _identity(weight: int, attributes: dict[str, Any]) -> dict[str, Any] | str:
 
     A name that was copied, with all attributes of another tensor, is replaced by one of its own.
     """
+    if not _may_lead_on(attributes):
+        return attributes
+    own = f"{weight:x}-{id(attributes):x}-"
+    name: str = attributes.get(_NAME, "")
+    if not name.startswith(own):
+        name = attributes[_NAME] = own + uuid.uuid4().hex
+    return name
+
+
+def _may_lead_on(attributes: dict[str, Any]) -> bool:
+    """Whether attributes of a tensor may lead to others, such as its model."""
     for key, value in attributes.items():
         if key != _NAME and not isinstance(value, (str, int, float, type(None))):
-            own = f"{weight:x}-{id(attributes):x}-"
-            name: str = attributes.get(_NAME, "")
-            if not name.startswith(own):
-                name = attributes[_NAME] = own + uuid.uuid4().hex
-            return name
-    return attributes
+            return True
+    return False
 
 
 def _is_of(identity: dict[str, Any] | str, weight: Tensor) -> bool:
@@ -92,6 +100,19 @@ class Cast:
         self._storage = ref_to_storage(weight, freed)
         # No tuples where none are needed: Python's garbage collector runs by how many there are.
         self._layout = None if weight.is_contiguous() else (weight.shape, weight.stride())
+
+    @classmethod
+    def known(cls, weights: Known, at: int, version: int, cast: Tensor) -> Cast:
+        """That of the weight at one place among those that are known. It keeps its weight."""
+        new = cls.__new__(cls)
+        new.memory = _Memory()
+        new.memory.cast = cast
+        new._version = version
+        new._address = weights._addresses[at]
+        new._identity = weights._identities[at]
+        new._storage = weights._storages[at]
+        new._layout = weights._layouts[at]
+        return new
 
     def is_right(self, weight: Tensor) -> bool:
         """Whether it is the cast of `weight` as that is now."""
@@ -144,58 +165,114 @@ class Cast:
         )
 
 
-class Seen:
-    """The weights of one call of a graph, and where their casts are: what these must still be for
-    those to be right. Nobody keeps it beyond what makes casts wrong without a trace in the weights.
+class Known:
+    """The weights of one call of a graph: what they are, whatever is written to them. It serves
+    later calls, in later scopes too, and keeps no weight and no cast.
 
-    The same questions as `Cast.is_right`, without that for the layout, which Dynamo asks, unless
-    sizes are dynamic.
+    The layout of a weight is not asked for again: Dynamo does, unless sizes are dynamic.
 
     Attributes:
-        memories: what holds the casts.
-        recorded: what holds those that a call with gradients gets; None until there was one.
-        unrecorded: the same of a call without.
+        keys: what their casts are looked up by.
+        runs: the dtypes of the casts, each with where those stand for which one list is cast.
     """
 
-    __slots__ = (
-        "_addresses",
-        "_identities",
-        "_ids",
-        "_storages",
-        "_versions",
-        "memories",
-        "recorded",
-        "unrecorded",
-    )
+    __slots__ = ("_addresses", "_identities", "_ids", "_layouts", "_storages", "keys", "runs")
 
-    def __init__(self, weights: Sequence[Tensor], casts: Sequence[Cast]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], casts: Sequence[Cast]
+    ) -> None:
         self._ids = list(map(id, weights))
-        self._versions = [cast._version for cast in casts]
+        self.keys: Sequence[Key] = list(zip(self._ids, dtypes, strict=True))
         self._addresses = [cast._address for cast in casts]
         self._storages = [cast._storage for cast in casts]
         self._identities = [cast._identity for cast in casts]
-        self.memories: Sequence[Any] = [cast.memory for cast in casts]
-        self.recorded: Sequence[Any] | None = None
-        self.unrecorded: Sequence[Any] | None = None
+        self._layouts = [cast._layout for cast in casts]
+        lists = [(dtype, weight.device) for dtype, weight in zip(dtypes, weights, strict=True)]
+        starts = [i for i, one in enumerate(lists) if i == 0 or lists[i - 1] != one]
+        self.runs = [
+            (lists[start][0], slice(start, end))
+            for start, end in zip(starts, [*starts[1:], None], strict=True)
+        ]
 
-    def holds(self, weights: list[Tensor]) -> bool:
+    def versions(self, weights: list[Tensor]) -> list[int] | None:
+        """How often each of `weights` was written to; None if they are not the known ones, at the
+        known places in memory."""
         if len(weights) != len(self._ids):
-            return False
-        for weight, one, version, address, storage, identity in zip(
-            weights,
-            self._ids,
-            self._versions,
-            self._addresses,
-            self._storages,
-            self._identities,
-            strict=True,
+            return None
+        versions = []
+        for weight, one, address, storage, identity in zip(
+            weights, self._ids, self._addresses, self._storages, self._identities, strict=True
         ):
             if (
                 id(weight) != one
-                or _version(weight) != version
                 or storage() is None
                 or _address(weight) != address
                 or not (weight.__dict__ is identity or _is_of(identity, weight))
             ):
-                return False
-        return True
+                return None
+            versions.append(_version(weight))
+        return versions
+
+    def have_their_storages(self, weights: list[Tensor]) -> bool:
+        """Whether the storages are the known ones. Their places in memory do not tell: two storages
+        may be over the same."""
+        return [ref() for ref in self._storages] == list(map(_storage, weights))
+
+    def is_alive(self) -> bool:
+        """Whether no weight has been freed, and their attributes, which are kept, lead nowhere."""
+        return all(
+            storage() is not None and not (isinstance(identity, dict) and _may_lead_on(identity))
+            for storage, identity in zip(self._storages, self._identities, strict=True)
+        )
+
+    def keeps_no_cast(self) -> bool:
+        """Whether none of the casts is to be freed with its weight: what does that holds it."""
+        return all(getattr(ref, "__callback__", None) is None for ref in self._storages)
+
+
+class Seen:
+    """The casts of one call of a graph, and what its weights must still be for those to be right.
+    Nobody keeps it beyond what makes casts wrong without a trace in the weights.
+
+    Args:
+        known: the weights.
+        versions: how often they had been written to.
+        casts: theirs, one by one.
+        at_once: their casts as autograd records them, instead, where nobody has asked for one yet.
+
+    Attributes:
+        recorded: what holds the casts that a call with gradients gets; None until there was one.
+        unrecorded: the same of a call without.
+    """
+
+    __slots__ = ("_casts", "_versions", "at_once", "known", "recorded", "unrecorded")
+
+    def __init__(
+        self,
+        known: Known,
+        versions: Sequence[int | None],
+        casts: Sequence[Cast] = (),
+        at_once: list[Tensor] | None = None,
+    ) -> None:
+        self.known = known
+        self._versions = versions
+        self._casts = casts
+        self.at_once = at_once
+        self.recorded: Sequence[Any] | None = None
+        self.unrecorded: Sequence[Any] | None = None
+
+    def holds(self, weights: list[Tensor]) -> bool:
+        """The same questions as `Cast.is_right`, without that for the layout."""
+        return self.known.versions(weights) == self._versions
+
+    @property
+    def casts(self) -> Sequence[Cast]:
+        """The casts, one by one."""
+        if self.at_once is not None:
+            versions: Any = self._versions  # of casts made at once, all are counted
+            self._casts = [
+                Cast.known(self.known, i, version, cast)
+                for i, (version, cast) in enumerate(zip(versions, self.at_once, strict=True))
+            ]
+            self.at_once = None
+        return self._casts

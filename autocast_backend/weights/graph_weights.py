@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +24,9 @@ from .cache import (
     stores,
     watch_writes,
 )
-from .cast import Cast, Key, Seen
+from .cast import Cast, Key, Known, Seen
 from .recorded import Node, traced, traced_alone, untraced
-from .scope import Scope, current_scope
+from .scope import Contents, Scope, current_scope
 
 KEPT_BYTES = 512 * 2**10
 """Casts on the CPU from which on new memory costs more than looking after the old. A smaller one
@@ -71,10 +72,12 @@ class GraphWeights:
         self.seen: dict[Any, Seen] = {}  # where casts last, by the first weight
         self._keep_memory = keep_memory
         self._dynamic = dynamic
+        # The weights of earlier scopes, by the first of a call: none has to be looked at by itself.
+        self._known: dict[int, Known] = {}
+        self._knows_weights = all(grads) and scoped and not (lasting or keep_memory or dynamic)
         watch_writes()
-        if lasting:
-            with Shared.lock:
-                Shared.lasting_graphs.add(self)
+        with Shared.lock:
+            Shared.graphs.add(self)
 
     def scope(self) -> Scope | None:
         """The scope that a call of this moment is in."""
@@ -99,14 +102,13 @@ class GraphWeights:
             if captured:
                 contents = None
             nodes: dict[Key, Node] = {} if contents is None else contents.nodes
-            casts: dict[Key, Cast] = {}  # outside of every scope, they last for this call
-            known: dict[Any, Seen] = {}
+            calls: dict[Any, Seen] = {}  # outside of every scope, nobody remembers this one
             first: Any = id(weights[0])
             if self._lasting and not captured:
-                casts, known = Shared.lasting, self.seen
+                calls = self.seen
             elif contents is not None:
-                casts, known, first = contents.casts, contents.seen, (self, first)
-            seen = known.get(first)
+                calls, first = contents.seen, (self, first)
+            seen = calls.get(first)
             if seen is not None and seen.holds(weights):
                 Shared.hits += len(weights)
             else:
@@ -115,29 +117,87 @@ class GraphWeights:
                 if managed and self._lasting:
                     raise fsdp_error(f"a parameter of shape {list(managed[0].shape)}")
                 if managed:  # a shared node would hand gradients over after FSDP has reduced
-                    casts, nodes, known = {}, {}, {}
+                    contents, nodes, calls = None, {}, {}
                 seen = None  # it may hold casts that are wrong
-                found = self._make(weights, recording, casts, nodes)
-                seen = Seen(weights, found)
+                if recording and contents is not None:
+                    seen = self._cast_at_once(weights, contents)
+                if seen is None:
+                    seen = self._look_at_each(weights, recording, contents, nodes, captured)
                 if not self._dynamic:
-                    if len(known) >= MOST_SEEN:
-                        known.clear()
-                    known[first] = seen
+                    _remember(calls, first, seen)
+            if recording and seen.at_once is not None:
+                return list(seen.at_once)
             holders = seen.recorded if recording else seen.unrecorded
             if holders is None and recording:
                 # The regions of a graph that is in no scope are scopes of their own: a node each.
                 take = traced if self._scoped else traced_alone
                 holders = [
-                    take(w, casts[id(w), d], d, nodes) if grad else untraced(memory)
-                    for w, d, grad, memory in zip(
-                        weights, self._dtypes, self._grads, seen.memories, strict=True
+                    take(w, cast, d, nodes) if grad else untraced(cast.memory)
+                    for w, d, grad, cast in zip(
+                        weights, self._dtypes, self._grads, seen.casts, strict=True
                     )
                 ]
                 if not self._lasting:  # what lasts has other nodes in each scope
                     seen.recorded = holders
             elif holders is None:
-                holders = seen.unrecorded = list(map(untraced, seen.memories))
+                holders = seen.unrecorded = [untraced(cast.memory) for cast in seen.casts]
             return [holder.cast for holder in holders]
+
+    def forget_dead(self) -> int:
+        """Drop what is remembered of weights that have been freed, and what would keep a model that
+        an attribute leads to. Says how many weights are left."""
+        for first in [key for key, known in self._known.items() if not known.is_alive()]:
+            del self._known[first]
+        for first in [key for key, seen in self.seen.items() if not seen.known.is_alive()]:
+            del self.seen[first]
+        return sum(len(known.keys) for known in self._known.values())
+
+    def _cast_at_once(self, weights: list[Tensor], contents: Contents) -> Seen | None:
+        """The casts of weights that an earlier scope had all casts of, where this one has none, as
+        in most training steps: made with the least that has to be asked and kept. None where each
+        of them has to be looked at."""
+        known = self._known.get(id(weights[0]))
+        if known is None or not contents.has_none_of(known.keys):
+            return None
+        versions = known.versions(weights)
+        if (
+            versions is None
+            or not known.have_their_storages(weights)
+            or not Shared.kept.keys().isdisjoint(known.keys)
+            or being_received()
+        ):
+            return None
+        Shared.kept_on_cpu.clear()
+        forget_dead()
+        casts: list[Tensor] = []
+        for dtype, run in known.runs:
+            casts += multi_cast(weights[run], dtype)
+        seen = Seen(known, versions, at_once=casts)
+        contents.add(seen)
+        Shared.casts += len(casts)
+        Shared.misses += len(casts)
+        return seen
+
+    def _look_at_each(
+        self,
+        weights: list[Tensor],
+        recording: bool,
+        contents: Contents | None,
+        nodes: dict[Key, Node],
+        captured: bool,
+    ) -> Seen:
+        """The casts of weights, one by one: found where they are right, or made."""
+        casts: dict[Key, Cast] = {}  # outside of every scope, they last for this call
+        if self._lasting and not captured:
+            casts = Shared.lasting
+        elif contents is not None:
+            casts = contents.casts
+        found = self._make(weights, recording, casts, nodes)
+        known = Known(weights, self._dtypes, found)
+        different = len(set(known.keys)) == len(weights)
+        if self._knows_weights and contents is not None and different and known.keeps_no_cast():
+            _remember(self._known, id(weights[0]), known)
+        return Seen(known, [cast._version for cast in found], found)
 
     @staticmethod
     def passed_over(count: int) -> None:
@@ -165,7 +225,7 @@ class GraphWeights:
         made: dict[Key, Cast] = {}
         former: dict[Key, Cast] = {}
         apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
-        with_nodes: list[tuple[Key, Tensor]] = []
+        with_nodes: list[tuple[tuple[torch.dtype, torch.device], Key, Tensor]] = []
         for weight, dtype, grad in zip(weights, self._dtypes, grads, strict=True):
             key = id(weight), dtype
             cast = made.get(key)
@@ -198,7 +258,7 @@ class GraphWeights:
                     memory = replaced.memory.cast
                     memory = memory.detach() if memory.requires_grad else memory
             if grad and memory is None:
-                with_nodes.append((key, weight))
+                with_nodes.append(((dtype, weight.device), key, weight))
             else:
                 apart.setdefault((dtype, weight.device), []).append((key, weight, memory))
         results: dict[Key, Tensor] = {}
@@ -206,8 +266,8 @@ class GraphWeights:
             keys, sources, memories = zip(*group, strict=True)
             results.update(zip(keys, _cast_all(sources, dtype, memories), strict=True))
         # In the order of the weights, for the gradients get ready in it.
-        for (dtype, _), run in itertools.groupby(with_nodes, lambda one: (one[0][1], one[1].device)):
-            keys, sources = zip(*run, strict=True)
+        for (dtype, _), run in itertools.groupby(with_nodes, key=operator.itemgetter(0)):
+            _, keys, sources = zip(*run, strict=True)
             for key, node in zip(keys, multi_cast(sources, dtype), strict=True):
                 results[key] = node if with_gradients else node.detach()
                 if not with_gradients:
@@ -241,6 +301,12 @@ class GraphWeights:
             Shared.kept_on_cpu[key] = cast
         elif Shared.kept_on_cpu.get(key) is former:
             Shared.kept_on_cpu.pop(key, None)
+
+
+def _remember(calls: dict[Any, Any], first: Any, call: Any) -> None:
+    if len(calls) >= MOST_SEEN:
+        calls.clear()
+    calls[first] = call
 
 
 class Parts:

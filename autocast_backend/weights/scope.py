@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,25 +22,62 @@ from .._torch.aot import (
     outside_of_modes,
 )
 from .._torch.hooks import saved_tensor_hooks_are_on, saved_tensor_hooks_off
+from .cast import Cast, Key, Seen
 
 
 class Contents:
     """What dies with a scope.
 
     Attributes:
-        casts: the casts made in it, by weight and dtype.
+        one_by_one: the casts that somebody has looked for; `casts` has them all.
         nodes: those with what autograd traces back to their weight, where `casts` has them without:
             one for all graphs, so that the gradients of all uses add up in the lower precision, as
             those of eager's cached cast do.
         seen: what graphs know of their last calls, by graph and first weight.
     """
 
-    __slots__ = ("casts", "nodes", "seen")
+    __slots__ = ("_at_once", "_keys_at_once", "nodes", "one_by_one", "seen")
 
     def __init__(self) -> None:
-        self.casts: dict[Any, Any] = {}
+        self.one_by_one: dict[Key, Cast] = {}
         self.nodes: dict[Any, Any] = {}
         self.seen: dict[Any, Any] = {}
+        # Made for all weights of a graph at once, and not in `one_by_one` yet.
+        self._at_once: list[Seen] = []
+        self._keys_at_once: set[Key] = set()
+
+    @property
+    def casts(self) -> dict[Key, Cast]:
+        """The casts made in it, by weight and dtype."""
+        if self._at_once:
+            self._take_apart()
+        return self.one_by_one
+
+    def _take_apart(self) -> None:
+        for seen in self._at_once:
+            self.one_by_one.update(zip(seen.known.keys, seen.casts, strict=True))
+        self._at_once.clear()
+        self._keys_at_once.clear()
+
+    def has_none_of(self, keys: Sequence[Key]) -> bool:
+        """Whether it has no cast of these."""
+        return self.one_by_one.keys().isdisjoint(keys) and self._keys_at_once.isdisjoint(keys)
+
+    def add(self, seen: Seen) -> None:
+        """Add casts that were made at once, none of which it has."""
+        self._at_once.append(seen)
+        self._keys_at_once.update(seen.known.keys)
+
+    def forget_seen(self) -> None:
+        """Have every graph look at each cast anew."""
+        self._take_apart()
+        self.seen.clear()
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.casts.clear()
+        self.nodes.clear()
+        self.seen.clear()
 
 
 class Scope:

@@ -656,7 +656,37 @@ def test_weights_on_two_devices_with_gradients() -> None:
     devices = ["cpu", "meta", "cpu", "meta"]
     weights = [nn.Parameter(torch.ones(2, device=device)) for device in devices]
     graph = graph_weights.GraphWeights([torch.bfloat16] * 4, [True] * 4, lasting=False, scoped=True)
-    with bf16():
-        casts = graph.casts(weights, graph.scope())
-    assert [cast.device.type for cast in casts] == devices
-    assert all(cast.requires_grad and cast.dtype is torch.bfloat16 for cast in casts)
+    for _ in range(2):
+        with bf16():
+            casts = graph.casts(weights, graph.scope())
+        assert [cast.device.type for cast in casts] == devices
+        assert all(cast.requires_grad and cast.dtype is torch.bfloat16 for cast in casts)
+
+
+def test_later_scopes_do_not_look_at_each_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One list of casts, until somebody asks for one of them: here another graph that shares a
+    weight, which gets the cast that is there."""
+    model, x = make(Plain), data(3, 8)
+    looked_at: list[int] = []
+    look = graph_weights.GraphWeights._look_at_each
+
+    def counting(graph: Any, weights: list[Tensor], *args: Any) -> Any:
+        looked_at.append(len(weights))
+        return look(graph, weights, *args)
+
+    def step(whole: Callable[..., Tensor], first: Callable[..., Tensor]) -> list[Tensor | None]:
+        model.zero_grad()
+        with bf16():
+            loss = whole(x).sum() + whole(x).sum() + first(x).sum()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    monkeypatch.setattr(graph_weights.GraphWeights, "_look_at_each", counting)
+    expected = step(model, model.first)
+    torch._dynamo.reset()
+    compiled = [torch.compile(f, **ours()) for f in (model, lambda x: model.first(x))]
+    for _ in range(3):
+        gradients: list[Any] = []
+        assert casts_made(lambda: gradients.extend(step(*compiled))) == 4  # noqa: B023
+        assert all(map(torch.equal, gradients, expected))
+    assert looked_at == [4, 2, 2, 2]  # those of the model once, the shared ones in each scope
