@@ -119,12 +119,25 @@ def _explain(options: argparse.Namespace) -> int:
         try:
             runpy.run_path(str(program), run_name="__main__")
         finally:
-            sys.stdout.flush()
-            print(report)
             if page is not None:
                 with replaced(page) as new:
                     new.write_text(report.to_html(f"Casts of {program.name}"), encoding="utf-8")
+            _print(str(report))
     return 0
+
+
+def _print(text: str) -> None:
+    """Print a report where the program has left the output that it was printed to, if it has.
+
+    What goes wrong is said, and does not stand in the way of what the program ends with.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except (OSError, ValueError) as error:  # nobody reads it any more; it is closed
+        print(f"smart-autocast explain: the report cannot be printed: {error}", file=sys.stderr)
+        if isinstance(error, BrokenPipeError):  # Python would try once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _info() -> int:

@@ -60,7 +60,9 @@ def collecting() -> Iterator[CastReport]:
     report = CastReport()
 
     def add(graph_module: fx.GraphModule, context: Context) -> None:
-        rows = tuple(rows_of(graph_module))
+        eager = context.ambient.enabled_devices if context.report.keepers else ()
+        under = {d.device_type: str(d.dtype).removeprefix("torch.") for d in eager}
+        rows = tuple(rows_of(graph_module, under))
         at = f" ({rows[0].place})" if rows else ""
         title = f"graph {len(report.graphs) + 1}{at}, under {context.ambient}"
         report.graphs.append(GraphReport(title, context.report, rows))

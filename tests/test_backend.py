@@ -94,17 +94,21 @@ def test_torch_logs_knows_our_name() -> None:
 
 
 def test_the_log_names_brackets_and_their_reasons(caplog: pytest.LogCaptureFixture) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(**BF16):
-            return torch.linalg.matrix_power(x.sin(), 3)
+            y = torch.linalg.matrix_power(x.sin(), 3)
+            return y, torch.linalg.matrix_power(x.cos(), 3)
 
     torch._dynamo.reset()
     with caplog.at_level("INFO", logger="autocast_backend"):
         options = {"inner": "aot_eager"}
         torch.compile(function, backend="smart_autocast", options=options)(torch.ones(4, 4))
     (line,) = [m for m in caplog.messages if "stays under autocast" in m]
-    assert "linalg_matrix_power" in line
-    assert "test_backend.py" in line
+    first, second = line.split("; so does ")  # the reason is said once
+    code = function.__code__.co_firstlineno
+    for told, number in ((first, code + 2), (second, code + 3)):
+        assert "linalg_matrix_power" in told
+        assert f'test_backend.py", line {number},' in told
 
 
 def test_the_counters_count() -> None:
@@ -226,7 +230,7 @@ def test_an_error_in_the_model_arrives_unchanged_and_the_state_is_restored(inner
     def _(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(**BF16):
             y = torch.linalg.matrix_power(x.sin(), 3)  # stays in a bracket
             return torch.linalg.matrix_power(broken(y).float(), 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend import explain
+from autocast_backend import (
+    autocast_to_bf16,
+    cast_with_stats,
+    explain,
+    multi_cast,
+    unscale_cast,
+)
 from autocast_backend._torch.dynamo import counters
 from autocast_backend.explaining import collecting
 from autocast_backend.options import OptionTypeError, OptionValueError
@@ -70,6 +77,75 @@ def test_a_call_with_another_policy_names_the_entry_that_asked_for_it() -> None:
         assert graph.summary.overridden == {"y": entry}
         assert f"linear -> float32\n    {entry}\n" in f"{report}\n"
         assert f"<code>y: {html.escape(entry)}</code>" in report.to_html()
+
+
+def casts_of(report: Any) -> list[str]:
+    """The lines of a printed report that are about casts."""
+    return [line.strip() for line in str(report).splitlines() if line.startswith("    ")]
+
+
+def test_casts_that_the_program_calls_are_calls_like_others() -> None:
+    """Beside the smart casts, the package has ops with other arguments and results."""
+
+    def steps(x: torch.Tensor, scale: torch.Tensor) -> Any:
+        (first, second), found = unscale_cast([x, x * 2], scale, torch.float32)
+        y, stats = cast_with_stats(first, torch.float16)
+        (z,) = multi_cast([second], torch.bfloat16)
+        return y, stats, found + 1, z @ z, autocast_to_bf16(x)
+
+    with torch.autocast(**BF16):
+        report = explain(steps)(torch.ones(2, 2, dtype=torch.float16), torch.ones(()))
+    (graph,) = report.graphs
+    calls = [row.call for row in graph.rows]
+    for name in ("unscale_cast", "cast_with_stats", "multi_cast", "autocast_to_bf16"):
+        assert any(call.startswith(name) for call in calls), calls
+    product = next(row for row in graph.rows if row.call == "matmul")
+    assert product.arguments == ("bfloat16", "bfloat16")
+    assert casts_of(report) == ["z: bfloat16 already"] * 2
+    assert report.to_html().count("<tr class=") == len(graph.rows)
+
+
+def test_a_place_is_that_of_the_cast_not_of_its_name() -> None:
+    def twice(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return x @ w, torch.einsum("ij,jk->ik", x, w)
+
+    def hidden(x: torch.Tensor, w: torch.Tensor) -> Any:
+        h = x @ w
+        w = torch.relu(h.float())
+        return w @ x.t()
+
+    x, w = torch.randn(2, 2), nn.Parameter(torch.randn(2, 2))
+    outside = "w: float32 -> bfloat16, outside of the graph"
+    inside = "w: float32 -> bfloat16, in the graph: eager autocast does not cache it"
+    with torch.autocast(**BF16):
+        assert [c for c in casts_of(explain(twice)(x, w)) if c[0] == "w"] == [outside, inside]
+        of_hidden = [c for c in casts_of(explain(hidden)(x, w)) if c[0] == "w"]
+    assert of_hidden == [outside, "w: float32 -> bfloat16"]
+
+
+def test_weights_of_a_body_and_of_calls_without_gradients() -> None:
+    model, x = Model(), torch.randn(3, 4)
+
+    def in_body(x: torch.Tensor) -> Any:
+        return checkpoint(model, x, use_reentrant=False)
+
+    weight = "model.head.weight: float32 -> bfloat16"
+    with torch.autocast(**BF16):
+        body = casts_of(explain(in_body)(x))
+        with torch.no_grad():
+            (first, *_) = casts_of(explain(lambda x: model.head(x).sin())(x))[1:]
+    assert f"{weight}, in the graph: the body of tag_activation_checkpoint casts it" in body
+    assert first == f"{weight}, outside of the graph from the second call in a context on"
+
+
+def test_a_graph_that_is_left_to_eager_mode_is_under_its_autocast() -> None:
+    cell, w = nn.GRUCell(3, 3), nn.Parameter(torch.randn(3, 3))
+    with torch.autocast(**BF16):
+        report = explain(lambda x, w: (cell(w, w), x @ w))(torch.randn(3, 3), w)
+    (graph,) = report.graphs
+    assert graph.summary.keepers
+    assert {row.under for row in graph.rows} == {"cpu: bfloat16"}
+    assert str(report).count("\n") == 0  # it says so once, of all calls
 
 
 class Checkpoints(nn.Module):
@@ -203,6 +279,49 @@ def test_a_report_within_a_report_and_a_log_that_is_on() -> None:
         torch._logging.set_logs()
 
 
+def test_breaks_are_found_whatever_the_program_does_to_logging() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    log = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    try:
+        logging.disable(logging.CRITICAL)
+        log.disabled = True
+        with collecting() as report:
+            torch._dynamo.reset()
+            torch.compile(broken, backend="smart_autocast", options={"inner": "aot_eager"})(
+                torch.ones(2)
+            )
+        assert len(report.graph_breaks) == 1
+        assert not log.isEnabledFor(logging.DEBUG)
+    finally:
+        logging.disable(logging.NOTSET)
+        log.disabled = False
+
+
+def test_functions_that_are_compiled_too_often_are_named() -> None:
+    """The calls after that run in eager mode, without the options of the backend."""
+
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    torch._dynamo.reset()
+    limited = torch._dynamo.config.patch(recompile_limit=2, specialize_float=True)
+    with limited, collecting() as report:
+        compiled = torch.compile(scaled, backend="smart_autocast", options={"inner": "aot_eager"})
+        for factor in (2.0, 3.0, 4.0, 5.0):
+            compiled(torch.ones(2), factor)
+    assert len(report.graphs) == 2
+    (found,) = report.graph_breaks
+    assert re.match(
+        r"test_explaining.py:\d+, in a function that runs in eager mode from some call on: "
+        r"'scaled' was compiled as often as recompile_limit \(2\) allows",
+        found,
+    )
+
+
 class Listener(logging.Handler):
     count = 0
 
@@ -299,3 +418,45 @@ def test_the_report_is_where_it_was_asked_for_when_the_program_changes_the_folde
     subprocess.run([*command, str(program)], cwd=tmp_path, check=True)
     assert (tmp_path / "casts.html").is_file()
     assert not list(elsewhere.iterdir())
+
+
+ENDS = {
+    "unicode": "import torch\nclass schicht_ü(torch.nn.Linear): pass\nm = schicht_ü(2, 2)\n"
+    "class Net(torch.nn.Module):\n"
+    "    def __init__(self):\n        super().__init__()\n        self.schicht_ü = m\n"
+    "    def forward(self, x):\n        return self.schicht_ü(x)\n"
+    "f = torch.compile(Net(), backend='smart_autocast', options={'inner': 'aot_eager'})\n"
+    "with torch.autocast('cpu'): f(torch.ones(2, 2))\n",
+    "closed": "import sys\nsys.stdout.close()\n",
+    "none": "import sys\nsys.stdout = None\n",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_becomes_of_the_output_changes_neither_the_page_nor_the_status(
+    end: str, tmp_path: Path
+) -> None:
+    program, page = tmp_path / "train.py", tmp_path / "casts.html"
+    program.write_text(ENDS[end] + "raise SystemExit(7)\n", encoding="utf-8")
+    command = [sys.executable, "-m", "autocast_backend.cli", "explain", "--report", str(page)]
+    done = subprocess.run(
+        [*command, str(program)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 7, done.stderr
+    assert page.is_file()
+    assert ("self.schicht_\\xfc.weight" in done.stdout) == (end == "unicode")
+    assert ("cannot be printed" in done.stderr) == (end == "closed")
+
+
+def test_a_reader_of_the_report_who_leaves(tmp_path: Path) -> None:
+    program, page = tmp_path / "train.py", tmp_path / "casts.html"
+    program.write_text("raise SystemExit(7)\n")
+    command = [sys.executable, "-m", "autocast_backend.cli", "explain", "--report", str(page)]
+    done = subprocess.Popen([*command, str(program)], stdout=subprocess.PIPE)
+    assert done.stdout is not None
+    done.stdout.close()
+    assert done.wait() == 7
+    assert page.is_file()

@@ -101,6 +101,15 @@ class Bodies:
         body = self._graph_at(node.args[call.body], call.again)
         return None if body is None else Body(body, call)
 
+    def operands(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """What the inputs of the body that `node` runs in place are around it."""
+        body = self.of(node)
+        if body is None:
+            return {}
+        inputs = body.module.graph.find_nodes(op="placeholder")
+        operands = node.args[body.call.first_operand :]
+        return {i: o for i, o in zip(inputs, operands, strict=False) if isinstance(o, fx.Node)}
+
     def apart(self, node: fx.Node, grad: bool) -> list[fx.GraphModule]:
         """The bodies that `node` only calls, in the state where it stands; none where `grad` is on
         and it may have gradients to compute, or where nothing is known of their values."""

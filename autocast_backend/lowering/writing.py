@@ -24,6 +24,7 @@ from .bodies import IN_PLACE, Bodies
 from .planning import Candidate, Plan
 from .recipes import Recipe, tensor_arguments
 
+_FULL_PRECISION_DTYPE = torch.ops.smart_autocast.full_precision_dtype.default
 CACHED = "smart_autocast_cached"
 """In the `meta` of a cast that eager autocast would keep in its weight cache, and that others may
 have left there before the graph runs."""
@@ -198,7 +199,7 @@ class Writer:
         for name in ("stack_trace", "nn_module_stack", "custom"):
             if name in c.node.meta:
                 node.meta[name] = c.node.meta[name]
-        self.report.casts += target is not operator.getitem
+        self.report.casts += target not in (operator.getitem, _FULL_PRECISION_DTYPE)
         return node
 
     def _bracket(self, run: list[Candidate]) -> None:

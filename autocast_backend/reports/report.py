@@ -29,6 +29,11 @@ class Bracketed:
     reason: str
     line: str = ""
 
+    @property
+    def where(self) -> str:
+        """The call, and its line."""
+        return f"{self.node} = {self.call}" + (f" [{self.line}]" if self.line else "")
+
     def __str__(self) -> str:
         return f"{self.node} = {self.call}: {self.reason}" + (
             f" [{self.line}]" if self.line else ""
@@ -43,16 +48,23 @@ class WeightCast:
         weight: what the weight is called in the user's program.
         dtype: what it is cast to.
         inside: why the cast stays in the graph; None where it is made outside.
+        node: the cast's name in the lowered graph.
+        from_second_call: whether the first call in a context makes it in the graph all the same.
     """
 
     weight: str
     dtype: torch.dtype
     inside: str | None = None
+    node: str = ""
+    from_second_call: bool = False
 
     @property
     def place(self) -> str:
         """Where the cast is made, and why there."""
-        return "outside of the graph" if self.inside is None else f"in the graph: {self.inside}"
+        if self.inside is not None:
+            return f"in the graph: {self.inside}"
+        later = " from the second call in a context on" if self.from_second_call else ""
+        return f"outside of the graph{later}"
 
     def __str__(self) -> str:
         return f"{self.weight} -> {str(self.dtype)[6:]}, {self.place}"

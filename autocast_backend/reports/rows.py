@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
 from .._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
 from .._torch.dynamo import input_name
 from ..graphs import names_of
+from ..lowering.bodies import Bodies
 from ..regions import source_line
 from .report import Report
 
@@ -29,12 +30,14 @@ class Cast:
         op: the smart cast.
         source, result: dtypes, for the tensors the graph was made for; the same where the smart
             cast gives the tensor itself.
+        node: its name in the graph; of one in a body, after the name of the body.
     """
 
     value: str
     op: str
     source: str
     result: str
+    node: str = ""
 
     def __str__(self) -> str:
         if self.source == self.result:
@@ -89,19 +92,20 @@ class GraphReport:
         """The calls that autocast or the option `policies` has to do with, and the casts that they
         get."""
         reasons = {b.node: b.reason for b in self.summary.bracketed}
-        places = {(w.weight, _short(w.dtype)): w.place for w in self.summary.weights}
+        places = {weight.node: weight.place for weight in self.summary.weights}
         lines = [f"{self.title}: {self.summary}"]
         lines += [f"  {told}" for told in self.summary.passed_over]
         for row in self.rows:
             asked = self.summary.overridden.get(row.name)
-            if not row.casts and not row.under and not asked:
+            under = "" if self.summary.keepers else row.under  # said of all calls, above
+            if not row.casts and not under and not asked:
                 continue
             lines.append(f"  {row.place}  {row.call} -> {', '.join(row.results)}")
             lines += [f"    {asked}"] if asked else []
-            if row.under:
-                lines.append(f"    stays under {row.under}: {reasons.get(row.name, 'as its body')}")
+            if under:
+                lines.append(f"    stays under {under}: {reasons.get(row.name, 'as its body')}")
             for cast in row.casts:
-                made = places.get((cast.value, cast.result))
+                made = places.get(cast.node)
                 lines.append(f"    {cast}" + (f", {made}" if made else ""))
         return "\n".join(lines)
 
@@ -115,64 +119,120 @@ def rows_of(module: fx.GraphModule, under: Mapping[str, str] | None = None) -> I
         module: from the compiler, or the `graph_module` of an exported program.
         under: the autocast state around the graph, a dtype or "off" by device type.
     """
-    yield from _rows_of_graph(module, names_of(module), under or {})
+    yield from _rows_of_graph(module, _Names(names_of(module), {}), under or {})
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What nodes are called.
+
+    Attributes:
+        nodes: in the graph.
+        inputs: in the user's program, those of bodies.
+    """
+
+    nodes: Mapping[fx.Node, str]
+    inputs: Mapping[fx.Node, str]
+
+    def value(self, node: fx.Node) -> str:
+        """In the user's program, where that is known."""
+        if node.op != "placeholder":
+            return node.name
+        return self.inputs[node] if node in self.inputs else input_name(node)
+
+    def in_body(self, operands: Mapping[fx.Node, fx.Node]) -> _Names:
+        """Those of a body, whose inputs are called what they are around it."""
+        return replace(self, inputs={i: self.value(o) for i, o in operands.items()})
 
 
 def _rows_of_graph(
-    module: fx.GraphModule, names: Mapping[fx.Node, str], under: Mapping[str, str]
+    module: fx.GraphModule, names: _Names, under: Mapping[str, str]
 ) -> Iterator[Row]:
     open_brackets = [under]
+    bodies = Bodies(module)
     for node in module.graph.nodes:
         if node.target is enter_autocast:
             open_brackets.append({**open_brackets[-1], **_state(node)})
         elif node.target is exit_autocast:
             open_brackets.pop()
-        elif node.op.startswith("call_") and not _is_cast(node) and not _is_item(node):
-            yield from _rows_of_call(module, names, node, open_brackets[-1])
+        elif node.op.startswith("call_") and not _is_of_a_call(node):
+            yield _row(node, names, open_brackets[-1])
+            yield from _rows_of_bodies(module, bodies, names, node, open_brackets[-1])
 
 
-def _rows_of_call(
-    module: fx.GraphModule, names: Mapping[fx.Node, str], node: fx.Node, under: Mapping[str, str]
-) -> Iterator[Row]:
-    inputs = node.all_input_nodes
-    yield Row(
-        names[node],
+def _row(node: fx.Node, names: _Names, under: Mapping[str, str]) -> Row:
+    return Row(
+        names.nodes[node],
         _name(node.target),
-        _dtypes(map(_value, inputs)),
+        _dtypes(map(_value, _arguments(node))),
         _dtypes([_value(node)]),
-        tuple(cast for cast in map(_cast_of, inputs) if cast is not None),
+        tuple(cast for i in node.all_input_nodes if (cast := _cast_of(i, names)) is not None),
         ", ".join(f"{device_type}: {dtype}" for device_type, dtype in under.items()),
         source_line(node),
     )
+
+
+def _rows_of_bodies(
+    module: fx.GraphModule, bodies: Bodies, names: _Names, node: fx.Node, under: Mapping[str, str]
+) -> Iterator[Row]:
     if node.target is wrap_with_autocast:
         under = {**under, **_state(node)}
-    for body in inputs:
+    names = names.in_body(bodies.operands(node))
+    for body in node.all_input_nodes:
         child = getattr(module, str(body.target), None) if body.op == "get_attr" else None
         if isinstance(child, fx.GraphModule):
             yield from _rows_of_graph(child, names, under)
 
 
-def _is_cast(node: Any) -> bool:
-    return getattr(node.target, "namespace", "") == "smart_autocast"
+_SMART_CASTS = {
+    getattr(torch.ops.smart_autocast, name).default
+    for name in (
+        "autocast_to_fp16",
+        "autocast_to_bf16",
+        "autocast_to_reduced_precision",
+        "autocast_to_full_precision",
+        "promote",
+    )
+}
+_OF_CALLS = {*_SMART_CASTS, torch.ops.smart_autocast.full_precision_dtype.default}
+"""What lowering writes beside a call, for its arguments."""
 
 
-def _is_item(node: fx.Node) -> bool:
+def _is_of_a_call(node: fx.Node) -> bool:
+    """Whether a node is written for another call, and has no row of its own. A smart cast that the
+    user calls, and whose result no call reads, has one."""
+    if node.target not in _OF_CALLS and not _is_item(node):
+        return False
+    return any(user.op != "output" for user in node.users)
+
+
+def _is_item(node: Any) -> bool:
     """Whether a node takes one tensor out of what `promote` gives, a list."""
-    return node.target is operator.getitem and _is_cast(node.args[0])
+    return (
+        node.target is operator.getitem
+        and node.args[0].target is torch.ops.smart_autocast.promote.default
+    )
 
 
-def _cast_of(node: fx.Node) -> Cast | None:
+def _cast_of(node: fx.Node, names: _Names) -> Cast | None:
     """The smart cast a value comes from."""
     arguments: Any = node.args
     if _is_item(node):
         cast, position = arguments
         source = cast.args[0][position]
-    elif _is_cast(node):
+    elif node.target in _SMART_CASTS and isinstance(arguments[0], fx.Node):
         cast, source = node, arguments[0]
     else:
         return None
-    value = input_name(source) if source.op == "placeholder" else source.name
-    return Cast(value, _name(cast.target), _dtype(source), _dtype(node))
+    value, op = names.value(source), _name(cast.target)
+    return Cast(value, op, _dtype(source), _dtype(node), names.nodes[cast])
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """The values that a call reads, each as often as it reads it."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def _value(node: fx.Node) -> Any:

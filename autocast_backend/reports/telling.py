@@ -31,7 +31,7 @@ def tell(graph_module: fx.GraphModule, context: Context) -> None:
         return
     for _, alike in itertools.groupby(report.bracketed, lambda bracketed: bracketed.reason):
         first, *rest = alike
-        also = f" (and {len(rest)} calls after it)" if rest else ""
+        also = "".join(f"; so does {bracketed.where}" for bracketed in rest)
         log.info("stays under autocast: %s%s", first, also)
     for weight in report.weights:
         log.debug("weight %s", weight)

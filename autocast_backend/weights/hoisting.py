@@ -19,7 +19,7 @@ each call has one of its own in eager mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,8 @@ from .._torch.formulas import grad_fn_of
 from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_of_transform, storages_of
 from .._torch.writes import hidden_writes
-from ..graphs import copy_graph, nodes_of
+from ..graphs import copy_graph, names_of, nodes_of
+from ..lowering.bodies import Bodies
 from ..lowering.proving import written_and_returned
 from ..lowering.writing import CACHED
 from ..reports.report import WeightCast
@@ -97,6 +98,7 @@ def weight_casts(
     """
     taken: dict[fx.Node, int] = {}
     told: list[WeightCast] = []
+    weights: dict[fx.Node, str] = {}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     hidden = _storages_of_hidden_writes(graph_module)
     made_so = _made_with_a_write(inputs)
@@ -109,17 +111,42 @@ def weight_casts(
         casts = [reader for reader in _readers(node) if _is_lowering_cast(reader)]
         if casts and node.meta["example_value"].requires_grad and value.dtype is torch.float32:
             guard_leaf_and_view(node, value)
-        if not casts or not _is_weight(node, value):
+        if not _is_weight(node, value):
+            continue
+        weights[node] = input_name(node)
+        if not casts:
             continue
         reason = _why_not(value, written) or _why_not_with_grad(node, casts)
         if lasting and reason == _FSDP:
             raise fsdp_error(input_name(node))
         for cast in casts:
             inside = reason or _why_not_this_cast(cast, lasting=lasting)
-            told.append(WeightCast(input_name(node), cast.meta["example_value"].dtype, inside))
+            dtype = cast.meta["example_value"].dtype
+            told.append(WeightCast(input_name(node), dtype, inside, cast.name))
             if inside is None:
                 taken[cast] = i
+    told += _casts_in_bodies(graph_module, weights, names_of(graph_module))
     return taken, told
+
+
+def _casts_in_bodies(
+    module: fx.GraphModule, weights: Mapping[fx.Node, str], names: Mapping[fx.Node, str]
+) -> Iterator[WeightCast]:
+    """The casts of weights in the bodies of a graph, for the report.
+
+    Args:
+        weights: the inputs of the graph that are, and their names.
+        names: those of all nodes.
+    """
+    bodies = Bodies(module)
+    for node in module.graph.nodes:
+        inputs = {i: weights[o] for i, o in bodies.operands(node).items() if o in weights}
+        for weight, name in inputs.items():
+            for cast in filter(_is_lowering_cast, weight.users):
+                inside = f"the body of {node.target} casts it"
+                yield WeightCast(name, cast.meta["example_value"].dtype, inside, names[cast])
+        if inputs:
+            yield from _casts_in_bodies(bodies.of(node).module, inputs, names)  # type: ignore[union-attr]
 
 
 def hoist(

@@ -17,6 +17,7 @@ has memory that is used again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
 from .._torch.fake_tensors import numbers_as_first_traced
 from .._torch.hooks import saved_tensor_hooks_are_on
 from ..guards import ShapeGuards
-from ..reports.report import Report, WeightCast
+from ..reports.report import Report
 from ..state import AutocastState
 from .graph_weights import GraphWeights, Parts
 from .hoisting import Hoisted, hoist, weight_casts
@@ -79,7 +80,10 @@ class WeightPlan:
         self._casts, told = weight_casts(graph_module, inputs, lasting=self._lasting)
         if reason is not None:
             self._casts = {}
-            told = [WeightCast(t.weight, t.dtype, reason) for t in told]
+            told = [replace(t, inside=reason) for t in told]
+        if not self._lasting and not any(_records(cast) for cast in self._casts):
+            later = {cast.name for cast in self._casts if not _is_large_on_cpu(cast)}
+            told = [replace(t, from_second_call=t.node in later) for t in told]
         report.weights.extend(told)
 
     def compile(self, compile_graph: Compile) -> Callable[..., Any]:
@@ -214,6 +218,10 @@ class _ByUse:
             self._broken = guards.check(hoisted.arguments)
             self._outside = _Outside(hoisted, self._weights, code)
             return self._outside
+
+
+def _records(cast: fx.Node) -> bool:
+    return bool(cast.meta["example_value"].requires_grad)
 
 
 def _is_large_on_cpu(cast: fx.Node) -> bool:
