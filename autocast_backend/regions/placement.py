@@ -129,7 +129,10 @@ def find_regions(graph: fx.Graph, outside: Placement) -> dict[fx.Node, Placement
                 here = replace(here, scope=node)
                 opened = [(n, p if p.scope is None else replace(p, scope=node)) for n, p in opened]
     if opened:
-        raise RegionError(f"{where(opened[-1][0])} opens a region that the graph never closes")
+        raise RegionError(
+            f"{where(opened[-1][0])} opens a region that the graph never closes; where a generator "
+            "was left inside of it, run it to its end or call its close()"
+        )
     return placements
 
 
