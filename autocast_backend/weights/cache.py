@@ -21,6 +21,9 @@ from .._torch.writes import watch_collectives, watch_hidden_writes
 from .cast import Cast, Key, ref_to_storage
 from .scope import last_scope
 
+SWEEP_AFTER = 4
+"""How many casts are made, for each that there is, until those of freed weights are looked for."""
+
 MOST_WORKS = 64
 """Works of `torch.distributed` that are remembered before it is asked which of them are done."""
 
@@ -154,8 +157,8 @@ def forget_seen() -> None:
 
 def forget_dead() -> None:
     """Drop what is left of the casts of weights that have been freed, and what would keep a model
-    that an attribute leads to. That takes a look at all of them, so only each time that as many
-    have been made as there were."""
+    that an attribute leads to. That takes a look at all of them, so only each time that some
+    times as many have been made as there were."""
     if Shared.casts < Shared.sweep_at:
         return
     scope = last_scope()
@@ -176,7 +179,7 @@ def forget_dead() -> None:
             del Shared.kept[key]
     left = sum(map(len, stores)) + len(Shared.kept)
     left += sum(graph.forget_dead() for graph in Shared.graphs)
-    Shared.sweep_at = Shared.casts + left
+    Shared.sweep_at = Shared.casts + SWEEP_AFTER * left
 
 
 def clear_weight_cache() -> None:
