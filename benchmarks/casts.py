@@ -11,6 +11,7 @@ import torch
 from benchmarks.answer import Answer, text_table
 from benchmarks.cast_cost import LARGE_BYTES, Measurement, measure, total_bytes
 from benchmarks.cast_sets import MODELS, CastSet, cast_sets
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import percentile, row_of
 from benchmarks.quiet import Moment, wait_until_quiet
 
@@ -29,12 +30,16 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--quick", action="store_true", help="up to 64 MiB, few rounds: a minute")
     parse.add_argument("--sets", nargs="+", help="only sets whose names contain one of these")
     parse.add_argument("--models", nargs="*", choices=MODELS, help="default: all that fit")
-    parse.add_argument("--largest", type=int, help="of single tensors, in MiB (default 4096)")
+    parse.add_argument(
+        "--largest", type=positive_int, help="of single tensors, in MiB (default 4096)"
+    )
     parse.add_argument("--source", choices=DTYPES, default="float32", help="of what is cast")
     parse.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="to cast to")
     parse.add_argument("--compiled", action="store_true", help="torch.compile as well: minutes")
-    parse.add_argument("--rounds", type=int, help="default 20, half for large sets; quick: 6")
-    parse.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
+    parse.add_argument(
+        "--rounds", type=positive_int, help="default 20, half for large sets; quick: 6"
+    )
+    parse.add_argument("--threads", type=positive_int, help="of the CPU (default: torch's choice)")
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parse.add_argument("--wait", type=float, default=0, help="for a quiet machine, seconds per set")
     parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
@@ -45,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
     parse = parser()
-    flags = parse.parse_args(arguments)
+    flags = parsed(parse, arguments)
     if flags.source == flags.dtype:
         parse.error(f"--source and --dtype are both {flags.dtype}: expected two dtypes")
     flags.rounds = flags.rounds or (6 if flags.quick else 20)

@@ -14,6 +14,7 @@ import torch
 from benchmarks import call_cost, first_step, lowering
 from benchmarks.answer import Answer, table, text_table
 from benchmarks.first_step_worker import Case
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import percentile, row_of
 from benchmarks.models import FORMS, MODELS
 
@@ -29,9 +30,11 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
     parse.add_argument("--models", nargs="+", choices=MODELS, help="default: all; quick: mlp")
     parse.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    parse.add_argument("--layers", type=int, help="of each model (default 4; quick: 2)")
-    parse.add_argument("--rounds", type=int, default=1, help="cold first steps of each backend")
-    parse.add_argument("--warm-rounds", type=int, help="warm ones (default 3; quick: 1)")
+    parse.add_argument("--layers", type=positive_int, help="of each model (default 4; quick: 2)")
+    parse.add_argument(
+        "--rounds", type=positive_int, default=1, help="cold first steps of each backend"
+    )
+    parse.add_argument("--warm-rounds", type=positive_int, help="warm ones (default 3; quick: 1)")
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
     parse.add_argument("--out", type=Path, help="folder for compile.json (default: by machine)")
@@ -40,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
-    flags = parser().parse_args(arguments)
+    flags = parsed(parser(), arguments)
     flags.models = flags.models or (["mlp"] if flags.quick else list(MODELS))
     flags.layers = flags.layers or (2 if flags.quick else 4)
     flags.warm_rounds = flags.warm_rounds or (1 if flags.quick else 3)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.answer import Answer, table
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import Row, Sampler, compare, cuda_sampler, host_sampler, interleave, row_of
 from benchmarks.models import GPT
 
@@ -92,19 +93,25 @@ def measure(
     return compare(samples, baseline="stock"), sum(p.numel() for p in model.parameters())
 
 
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
+    parse = argparse.ArgumentParser(prog="python -m benchmarks decode", description=__doc__)
+    parse.add_argument("--quick", action="store_true", help="a small model, few rounds")
+    parse.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parse.add_argument("--graphs", action="store_true", help="CUDA graphs: mode=reduce-overhead")
+    parse.add_argument("--rounds", type=positive_int, help="default: 7, or 5 with --quick")
+    parse.add_argument("--tokens", type=positive_int, default=16, help="in one loop")
+    parse.add_argument("--seed", type=int, default=0)
+    parse.add_argument("--out", type=Path, help="folder for decode.json (default: by machine)")
+    return parse
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure both forms, judge them and keep the answer."""
-    parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs: mode=reduce-overhead")
-    parser.add_argument("--rounds", type=int, help="default: 7, or 5 with --quick")
-    parser.add_argument("--tokens", type=int, default=16, help="in one loop")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for decode.json (default: by machine)")
-    flags = parser.parse_args(arguments)
+    parse = parser()
+    flags = parsed(parse, arguments)
     if flags.graphs and flags.device != "cuda":
-        parser.error("--graphs: expected --device cuda with it, got --device cpu")
+        parse.error("--graphs: expected --device cuda with it, got --device cpu")
     answer = Answer.to("decode-graphs" if flags.graphs else "decode", flags)
     for form in FORMS:
         torch.compiler.reset()

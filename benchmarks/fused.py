@@ -24,6 +24,7 @@ from autocast_backend import cast_with_stats, multi_cast, unscale_cast
 from benchmarks.answer import Answer, text_table
 from benchmarks.calls import sample_calls
 from benchmarks.cast_sets import MODELS, Shape, sizes_name
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import compare, row_of
 from benchmarks.quiet import Moment, wait_until_quiet
 
@@ -163,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="python -m benchmarks fused", description=__doc__)
     parse.add_argument("--quick", action="store_true", help="1 MiB and small gradients alone")
     parse.add_argument("--only", nargs="+", choices=names, default=names)
-    parse.add_argument("--rounds", type=int, help="default 20; quick: 5")
+    parse.add_argument("--rounds", type=positive_int, help="default 20; quick: 5")
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parse.add_argument("--wait", type=float, default=0, help="for a quiet machine, seconds each")
     parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
@@ -173,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
-    flags = parser().parse_args(arguments)
+    flags = parsed(parser(), arguments)
     answer = Answer.to("fused", flags)
     for make in comparisons(flags.device, quick=flags.quick, only=flags.only):
         _measure(make(), flags, answer)

@@ -30,6 +30,7 @@ from torch.torch_version import TorchVersion
 
 from autocast_backend._native import TIER_VARIABLE
 from benchmarks.answer import RESULTS, text_table
+from benchmarks.flags import no_cuda
 from benchmarks.machine import machine_facts, machine_slug
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -270,21 +271,11 @@ def refusal() -> str | None:
     """Why this machine cannot answer, or None."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         return f"expected torch {OLDEST_TORCH} or newer, got {torch.__version__}; update it"
-    if not torch.cuda.is_available():
-        return (
-            f"expected a CUDA device; got none: torch {torch.__version__}, built for CUDA "
-            f"{torch.version.cuda}, sees no GPU; run this where there is an NVIDIA GPU and a "
-            "torch built with CUDA"
-        )
-    return None
+    return no_cuda()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the stages; 0 if all succeeded, 1 if some failed, 2 where there is no GPU.
-
-    Logs and the summary come to `--out`; with the JSON of this machine's results they are packed
-    into `--archive` after every stage: whatever ends this process, what was found is there.
-    """
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
     parse = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     folder = Path(os.environ.get("OUT", "gpu-out"))
     parse.add_argument("--out", type=Path, default=Path("gpu-out"), help="default: gpu-out")
@@ -294,6 +285,16 @@ def main(arguments: Sequence[str]) -> int:
     only = f"stages by their names, or {', '.join(PARTS)}; default: all that fit"
     parse.add_argument("--only", nargs="+", help=only)
     parse.add_argument("--seconds", type=float, default=WHOLE_RUN_SECONDS, help="for all of it")
+    return parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the stages; 0 if all succeeded, 1 if some failed, 2 where there is no GPU.
+
+    Logs and the summary come to `--out`; with the JSON of this machine's results they are packed
+    into `--archive` after every stage: whatever ends this process, what was found is there.
+    """
+    parse = parser()
     flags = parse.parse_args(arguments)
     reason = refusal()
     if reason is not None:

@@ -20,6 +20,7 @@ from benchmarks.answer import Answer, text_table
 from benchmarks.calls import MOST_CUDA_CALLS, calls_per_sample
 from benchmarks.cast_cost import candidates
 from benchmarks.cast_sets import CastSet
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import (
     Row,
     Sampler,
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     """The question's flags."""
     parse = argparse.ArgumentParser(prog="python -m benchmarks launch", description=__doc__)
     parse.add_argument("--quick", action="store_true", help=f"{QUICK_LENGTHS} tensors alone")
-    parse.add_argument("--rounds", type=int, help="default 30; quick: 5")
+    parse.add_argument("--rounds", type=positive_int, help="default 30; quick: 5")
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parse.add_argument("--wait", type=float, default=0, help="for a quiet machine, seconds each")
     parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
-    flags = parser().parse_args(arguments)
+    flags = parsed(parser(), arguments)
     answer = Answer.to("launch", flags)
     for length in QUICK_LENGTHS if flags.quick else LENGTHS:
         wait_until_quiet(at_most=flags.wait)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.answer import Answer, text_table
+from benchmarks.flags import parsed
 from benchmarks.training import candidates
 
 CALLS = (1, 4)
@@ -98,13 +99,18 @@ def measure(
     return found
 
 
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
+    parse = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
+    parse.add_argument("--quick", action="store_true", help="a smaller model")
+    parse.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parse.add_argument("--out", type=Path, help="folder for memory.json (default: by machine)")
+    return parse
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, judge and keep the answer."""
-    parser = argparse.ArgumentParser(prog="benchmarks memory", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller model")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, help="folder for memory.json (default: by machine)")
-    flags = parser.parse_args(arguments)
+    flags = parsed(parser(), arguments)
     answer = Answer.to("memory", flags)
     torch.manual_seed(0)
     model = Tower(4 if flags.quick else 8, 256 if flags.quick else 1024).to(flags.device)

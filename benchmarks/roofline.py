@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.answer import RESULTS, Answer
+from benchmarks.flags import check_device
 from benchmarks.harness import Row
 from benchmarks.machine import machine_slug
 
@@ -30,7 +31,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Draw; 2 where there is nothing to draw from, or nothing to draw with."""
-    flags = parser().parse_args(arguments)
+    parse = parser()
+    flags = parse.parse_args(arguments)
+    if flags.out is None:
+        check_device(parse, flags.device)  # it names the folder
     source = (flags.out or RESULTS / machine_slug(flags.device)) / "casts.json"
     if not source.exists():
         print(f"no {source}: run `python -m benchmarks casts` first", file=sys.stderr)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autocast_backend.weights import plan
 from benchmarks.answer import Answer, table
 from benchmarks.decode import FORMS, loop, model_of
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import (
     Row,
     Sampler,
@@ -74,15 +75,20 @@ def pays(title: str, rows: list[Row], answer: Answer) -> bool:
     return ratio <= 1
 
 
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
+    parse = argparse.ArgumentParser(prog="python -m benchmarks threshold", description=__doc__)
+    parse.add_argument("--quick", action="store_true", help="a small model, few rounds")
+    parse.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parse.add_argument("--rounds", type=positive_int, help="default: 15, or 5 with --quick")
+    parse.add_argument("--seed", type=int, default=0)
+    parse.add_argument("--out", type=Path, help="folder for threshold.json (default: by machine)")
+    return parse
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, judge the constants of the plan by it, and keep the answer."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks threshold", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, help="default: 15, or 5 with --quick")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for threshold.json (default: by machine)")
-    flags = parser.parse_args(arguments)
+    flags = parsed(parser(), arguments)
     answer = Answer.to("threshold", flags)
     _count(flags, answer)
     if flags.device == "cpu":

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.answer import Answer, table
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import Row, Sampler, compare, cuda_sampler, host_sampler, interleave, row_of
 from benchmarks.models import GPT
 
@@ -145,16 +146,21 @@ def measure(
     return compare(samples, baseline="stock")
 
 
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
+    parse = argparse.ArgumentParser(prog="python -m benchmarks training", description=__doc__)
+    parse.add_argument("--quick", action="store_true", help="a smaller model, few rounds")
+    parse.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parse.add_argument("--trials", type=positive_int, help="default: 3, or 1 with --quick")
+    parse.add_argument("--rounds", type=positive_int, help="of each trial, default: 5")
+    parse.add_argument("--seed", type=int, default=0)
+    parse.add_argument("--out", type=Path, help="folder for training.json (default: by machine)")
+    return parse
+
+
 def main(arguments: Sequence[str]) -> int:
     """Count and measure every combination, judge them and keep the answer."""
-    parser = argparse.ArgumentParser(prog="benchmarks training", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller model, few rounds")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--trials", type=int, help="default: 3, or 1 with --quick")
-    parser.add_argument("--rounds", type=int, help="of each trial, default: 5")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for training.json (default: by machine)")
-    flags = parser.parse_args(arguments)
+    flags = parsed(parser(), arguments)
     answer = Answer.to("training", flags)
     torch.manual_seed(flags.seed)
     model = (GPT(2) if flags.quick else GPT(4, width=384, heads=6)).to(flags.device)

@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks import first_step
 from benchmarks.answer import Answer, table
 from benchmarks.first_step_worker import Case
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import row_of
 from benchmarks.models import FORMS, MODELS
 
@@ -23,8 +24,10 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(prog="python -m benchmarks validation", description=__doc__)
     parse.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parse.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
-    parse.add_argument("--layers", type=int, default=4, help="of each model")
-    parse.add_argument("--rounds", type=int, default=1, help="cold first steps of each candidate")
+    parse.add_argument("--layers", type=positive_int, default=4, help="of each model")
+    parse.add_argument(
+        "--rounds", type=positive_int, default=1, help="cold first steps of each candidate"
+    )
     parse.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parse.add_argument("--seed", type=int, default=0, help="of the order within each round")
     parse.add_argument("--out", type=Path, help="folder for validation.json (default: by machine)")
@@ -33,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, keep; 0 even where a target is missed: the numbers are the answer."""
-    flags = parser().parse_args(arguments)
+    flags = parsed(parser(), arguments)
     answer = Answer.to("validation", flags)
     for model, form in itertools.product(flags.models, flags.forms):
         case = Case(

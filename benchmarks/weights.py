@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.answer import Answer, table
 from benchmarks.call_cost import fresh_copy
+from benchmarks.flags import parsed, positive_int
 from benchmarks.harness import (
     Row,
     Sampler,
@@ -113,15 +114,20 @@ def measure(
     return compare(samples, baseline="stock"), len(list(model.parameters()))
 
 
+def parser() -> argparse.ArgumentParser:
+    """The question's flags."""
+    parse = argparse.ArgumentParser(prog="python -m benchmarks weights", description=__doc__)
+    parse.add_argument("--quick", action="store_true", help="4 blocks, few rounds")
+    parse.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parse.add_argument("--rounds", type=positive_int, help="default: 100, or 20 with --quick")
+    parse.add_argument("--seed", type=int, default=0)
+    parse.add_argument("--out", type=Path, help="folder for weights.json (default: by machine)")
+    return parse
+
+
 def main(arguments: Sequence[str], *, inner: str = "inductor") -> int:
     """Measure and keep the answer. Where there is a target for a call, `compile` has it."""
-    parser = argparse.ArgumentParser(prog="benchmarks weights", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="4 blocks, few rounds")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, help="default: 100, or 20 with --quick")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for weights.json (default: by machine)")
-    flags = parser.parse_args(arguments)
+    flags = parsed(parser(), arguments)
     answer = Answer.to("weights", flags)
     for form in FORMS:
         for mode in MODES:
