@@ -57,17 +57,30 @@ def main(arguments: Sequence[str]) -> int:
     flags.largest = flags.largest or (64 if flags.quick else 4096)
     if flags.models is None:
         flags.models = [name for name in MODELS if flags.device == "cuda" or "1.3b" not in name]
+    sets = cast_sets(largest_kib=flags.largest * 2**10, models=flags.models)
+    if flags.sets is not None:
+        sets = _with_names(flags.sets, sets, parse)
     if flags.threads is not None:
         torch.set_num_threads(flags.threads)
     pair = f"{flags.source}-to-{flags.dtype}"
     answer = Answer.to("casts" if pair == "float32-to-bfloat16" else f"casts-{pair}", flags)
-    for cast_set in cast_sets(largest_kib=flags.largest * 2**10, models=flags.models):
-        if flags.sets is None or any(part in cast_set.name for part in flags.sets):
-            _measure(cast_set, flags, answer)
-            answer.save(flags.out, complete=False)
+    for cast_set in sets:
+        _measure(cast_set, flags, answer)
+        answer.save(flags.out, complete=False)
     print("\n" + answer.targets_table())
     print(f"\nwritten to {answer.save(flags.out)}")
     return 0
+
+
+def _with_names(
+    parts: Sequence[str], sets: Sequence[CastSet], parse: argparse.ArgumentParser
+) -> list[CastSet]:
+    """The sets whose names contain one of these; exits with 2 where one is in none of the names."""
+    names = [one.name for one in sets]
+    unknown = [part for part in parts if not any(part in name for name in names)]
+    if unknown:
+        parse.error(f"argument --sets: expected parts of the names {names}, got {unknown}")
+    return [one for one in sets if any(part in one.name for part in parts)]
 
 
 def _measure(cast_set: CastSet, flags: argparse.Namespace, answer: Answer) -> None:

@@ -308,6 +308,8 @@ def main(arguments: Sequence[str]) -> int:
             parse.error(f"--only: expected some of {[*names, *PARTS]}, got {sorted(unknown)}")
         chosen = {name for one in flags.only for name in PARTS.get(one, (one,))}
         plan = [stage for stage in plan if stage.name in chosen]
+        if absent := chosen.difference(names):
+            print(f"left out, for there is no compute-sanitizer: {', '.join(sorted(absent))}")
     limits = sum(stage.limit_seconds for stage in plan)
     if limits > flags.seconds:
         parts = ", ".join(f"--only {part}" for part in PARTS)

@@ -39,8 +39,17 @@ def main(arguments: Sequence[str]) -> int:
     if not source.exists():
         print(f"no {source}: run `python -m benchmarks casts` first", file=sys.stderr)
         return 2
+    answer = Answer.load(source)
+    missing = {"copy", *SHOWN}.difference(points(answer))
+    if missing:
+        print(
+            f"{source}: expected single tensors, cast by {sorted(SHOWN)} and copied, got none by "
+            f"{sorted(missing)}: run `python -m benchmarks casts`, of --sets '1 x' at the least",
+            file=sys.stderr,
+        )
+        return 2
     try:
-        print(draw(Answer.load(source), source.with_name("roofline.png")))
+        print(draw(answer, source.with_name("roofline.png")))
     except ImportError as error:
         print(f"{error}: pip install 'smart_autocast[demo]'", file=sys.stderr)
         return 2

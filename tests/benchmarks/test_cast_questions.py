@@ -78,3 +78,16 @@ def test_roofline_draws_single_tensors_in_order(tmp_path, capsys):
     assert roofline.points(answer)["copy"] == [(1536, 1.536), (98304, 98.304)]
     assert roofline.main(["--out", str(tmp_path)]) == 0
     assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_roofline_refuses_a_file_without_what_it_draws(tmp_path, capsys):
+    answer = Answer(question="casts", settings={})
+    rows = compare({name: [1e-6] for name in ("copy", ".to")}, baseline="copy")
+    for title, missing in (("150 x 1 KiB", "'copy'"), ("1 x 1 KiB", "'multi_cast'")):
+        answer.add(f"{title}, float32 to bfloat16", rows, bytes=1536)
+        answer.save(tmp_path)
+        assert roofline.main(["--out", str(tmp_path)]) == 2
+        message = capsys.readouterr().err
+        assert str(tmp_path / "casts.json") in message
+        assert missing in message.split("got none by")[1]
+    assert not (tmp_path / "roofline.png").exists()

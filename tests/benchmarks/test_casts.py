@@ -84,3 +84,20 @@ def test_other_dtypes_have_a_file_of_their_own(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         casts.main(arguments)
     assert "expected two dtypes" in capsys.readouterr().err
+
+
+def test_sets_that_there_are_not_are_refused_before_any_work(tmp_path, monkeypatch, capsys):
+    """They left an empty answer in place of an earlier one."""
+    (tmp_path / "casts.json").write_text("an earlier one")
+    monkeypatch.setattr(casts, "cast_sets", lambda **_: [TINY])
+    for sets in (["typo"], ["tiny", "typo"]):
+        with pytest.raises(SystemExit) as exit_:
+            casts.main(["--quick", "--sets", *sets, "--out", str(tmp_path)])
+        assert exit_.value.code == 2
+        message = "argument --sets: expected parts of the names ['tiny'], got ['typo']"
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "casts.json").read_text() == "an earlier one"
+    assert casts.main(["--quick", "--rounds", "1", "--sets", "in", "--out", str(tmp_path)]) == 0
+    assert [*json.loads((tmp_path / "casts.json").read_text())["sections"]] == [
+        "tiny, float32 to bfloat16"
+    ]

@@ -91,6 +91,17 @@ def test_only_some_stages(tmp_path, monkeypatch, capsys):
     assert "got ['fusd']" in capsys.readouterr().err
 
 
+def test_stages_that_a_part_lacks_here_are_named(tmp_path, monkeypatch, capsys):
+    """`--only checks` without compute-sanitizer was a build that had checked nothing."""
+    monkeypatch.setattr(gpu, "refusal", lambda: None)
+    monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr(gpu, "run_stage", _runner({"build": 0}, []))
+    assert gpu.main([*_to(tmp_path), "--only", "checks"]) == 0
+    message = "left out, for there is no compute-sanitizer: memcheck, racecheck"
+    assert message in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("part", gpu.PARTS)
 def test_each_part_fits_and_all_stages_are_in_one(tmp_path, monkeypatch, capsys, part):
     monkeypatch.setattr(gpu, "refusal", lambda: None)
