@@ -47,15 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     flags.models = flags.models or (["mlp"] if flags.quick else list(MODELS))
     flags.layers = flags.layers or (2 if flags.quick else 4)
     flags.warm_rounds = flags.warm_rounds or (1 if flags.quick else 3)
-    settings = {name: value for name, value in vars(flags).items() if name != "out"}
-    answer = Answer(question="compile", settings=settings, device=flags.device)
+    answer = Answer.to("compile", flags)
     # Calls first: their microseconds suffer most from a machine that compiling has made hot.
     if "calls" in flags.only:
         _calls(flags, answer)
-        answer.save(flags.out, complete=False)
     if "lowering" in flags.only:
         _lowering(flags, answer)
-        answer.save(flags.out, complete=False)
     if "first-step" in flags.only:
         _first_steps(flags, answer)
     print("\n" + answer.targets_table())
@@ -89,6 +86,7 @@ def _first_steps(flags: argparse.Namespace, answer: Answer) -> None:
             answer.add(title, phase.rows, cpu_rows=cpu_rows, records=records)
             print(f"\n{title}\n{table(phase.rows)}\n{_details(phase)}", flush=True)
         _judge_first_step(f"{model}, {form}", phases, answer)
+        answer.save(flags.out, complete=False)
 
 
 def _details(phase: first_step.Phase) -> str:
@@ -163,6 +161,7 @@ def _lowering(flags: argparse.Namespace, answer: Answer) -> None:
             measured=f"{growth:.2f}",
             met=growth <= EXPONENT_LIMIT,
         )
+        answer.save(flags.out, complete=False)
 
 
 def _calls(flags: argparse.Namespace, answer: Answer) -> None:
@@ -174,6 +173,7 @@ def _calls(flags: argparse.Namespace, answer: Answer) -> None:
         title = f"call, {setting}"
         answer.add(title, rows)
         print(f"\n{title}\n{table(rows, unit='us')}", flush=True)
+        answer.save(flags.out, complete=False)
     noise = call_cost.noise(list(measured.values())) * 1e6
     answer.sections["call noise us"] = noise
     for setting, rows in measured.items():
@@ -186,4 +186,5 @@ def _calls(flags: argparse.Namespace, answer: Answer) -> None:
             measured=f"{microseconds:+.2f} us",
             met=microseconds <= limit,
         )
+    answer.save(flags.out, complete=False)
     torch.compiler.reset()

@@ -66,9 +66,10 @@ def measure(
     return compare(samples, baseline="inside")
 
 
-def pays(title: str, rows: list[Row], answer: Answer) -> bool:
+def pays(title: str, rows: list[Row], answer: Answer, folder: Path | None) -> bool:
     """Keep and print what was measured; whether outside is no slower."""
     answer.add(title, rows)
+    answer.save(folder, complete=False)
     print(f"\n{title}\n{table(rows, unit='ms')}", flush=True)
     ratio = row_of(rows, "outside").ratio
     assert ratio is not None  # there is a baseline
@@ -110,6 +111,7 @@ def _count(flags: argparse.Namespace, answer: Answer) -> None:
                 f"{uses} calls in a context",
                 measure(models, token, calls=uses, flags=flags),
                 answer,
+                flags.out,
             )
         ]
     found = min(paid, default=None)
@@ -127,7 +129,8 @@ def _size(flags: argparse.Namespace, answer: Answer) -> None:
         for mib in QUICK_SIZES if flags.quick else SIZES:
             layer = nn.Linear(1024, mib * 2**9, bias=False).eval()  # 2 bytes an element
             rows = measure(both(layer), torch.randn(1, 1024), calls=1, flags=flags)
-            if pays(f"one call in a context, a cast of {mib} MiB", rows, answer):
+            title = f"one call in a context, a cast of {mib} MiB"
+            if pays(title, rows, answer, flags.out):
                 paid.append(mib)
     planned = plan.LARGE_CAST_BYTES / 2**20
     large = [mib for mib in (QUICK_SIZES if flags.quick else SIZES) if mib >= planned]

@@ -188,5 +188,6 @@ def main(arguments: Sequence[str]) -> int:
                 measured=f"{ratio:.3f}",
                 met=ratio <= LIMIT,
             )
+        answer.save(flags.out, complete=False)
     print(f"\n{answer.targets_table()}\n\n{answer.save(flags.out)}")
     return 0

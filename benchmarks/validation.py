@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
                 case, rounds=flags.rounds, seed=flags.seed, scratch=Path(scratch)
             )
         _tell(f"{model}, {form}", phase, answer)
+        answer.save(flags.out, complete=False)
     print("\n" + answer.targets_table())
     print(f"\nwritten to {answer.save(flags.out)}")
     return 0
