@@ -19,7 +19,7 @@ from benchmarks.harness import percentile, row_of
 from benchmarks.models import FORMS, MODELS
 
 PARTS = ("first-step", "lowering", "calls")
-OUR_PASSES = ("regions", "validation", "lowering")
+OUR_PASSES = ("regions", "validation", "lowering", "weights")
 SHARE_LIMIT, AMBIENT_LIMIT_US, EXPONENT_LIMIT = 0.05, 5.0, 1.1
 
 

@@ -106,6 +106,27 @@ def test_both_modes_of_validation_are_measured_and_judged(tmp_path, monkeypatch,
     assert verdicts == {"validation 'dtype' ": "met", "validation 'strict'": "missed"}
 
 
+def test_all_stages_before_the_inner_compiler_are_judged(tmp_path, monkeypatch):
+    stages = {"regions": 0.1, "validation": 0.1, "lowering": 0.1, "weights": 0.3, "inner": 5.0}
+
+    def worker(case, cache):
+        return Record(
+            seconds=10.0,
+            cpu_seconds=10.0,
+            load_seconds=0.0,
+            backend_seconds=0.0,
+            stages=stages if case.backend == "smart_autocast" else {},
+            aot_cache={},
+            loss=0.0,
+        )
+
+    monkeypatch.setattr(first_step, "run_worker", worker)
+    part = ["--only", "first-step", "--models", "mlp", "--forms", "ambient"]
+    assert main(["compile", *part, "--out", str(tmp_path)]) == 0
+    target = json.loads((tmp_path / "compile.json").read_text())["targets"][0]
+    assert (target["measured"], target["verdict"]) == ("6.00%", "missed")
+
+
 @pytest.mark.slow
 def test_a_worker_process_says_what_validation_takes(tmp_path):
     case = replace(CASE, backend="smart_autocast", validate="dtype")

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.compile import OUR_PASSES
+
 ROOT = Path(__file__).resolve().parents[2]
 EPYC = "amd-epyc-avx512-2-cores"
 GPU = "nvidia-h200"
@@ -139,6 +141,9 @@ def first_steps() -> Expected:
         yield row, "stock cold", rows(cold)["stock"]["p50"]
         yield row, "ours cold", rows(cold)["ours"]["p50"]
         yield row, "cpu, cold", rows(cold, "cpu_rows")["ours"]["ratio"]
+        (record,) = cold["records"]["ours"]
+        passes = sum(record["stages"][stage] for stage in OUR_PASSES)
+        yield row, "passes", 100 * passes / rows(cold)["stock"]["p50"]
         yield row, "stock warm", rows(warm)["stock"]["p50"]
         yield row, "ours warm", rows(warm)["ours"]["p50"]
         yield row, "ratio, warm", rows(warm)["ours"]["ratio"]
