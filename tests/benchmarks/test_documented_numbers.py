@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -315,6 +316,62 @@ def test_a_table_has_the_numbers_of_its_file(
         if not _says(table[name][heading], value)
     }
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("question", "machine", "pattern"),
+    [
+        ("casts", GPU, r"(\d+)(?: rounds \(| from 64 MiB on)"),
+        ("fused", EPYC, r"(\d+) rounds"),
+        ("fused", GPU, r"(\d+) rounds"),
+        ("launch", GPU, r"(\d+) rounds"),
+        ("weights", OTHERS["Xeon"], r"(\d+) rounds"),
+        ("decode", EPYC, r"(\d+) rounds"),
+        ("decode-graphs", GPU, r"(\d+) rounds\) and"),
+        ("threshold", EPYC, r"(\d+) rounds"),
+        ("training", EPYC, r"(\d+) trials of (\d+) rounds"),
+    ],
+)
+def test_as_many_rounds_as_in_the_file(question: str, machine: str, pattern: str) -> None:
+    """What they multiply to, where there are trials, too."""
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    path = f"`results/{machine}/{question}.json`"
+    written = {
+        math.prod(map(int, match.groups()))
+        for paragraph in text.split("\n\n")
+        if path in paragraph
+        for match in re.finditer(pattern, paragraph[paragraph.index(path) :])
+    }
+    measured = {
+        len(row["samples"])
+        for section in sections(question, machine).values()
+        for row in section["rows"]
+    }
+    assert written == measured
+
+
+def test_launch_on_a_gpu_is_as_many_times_as_fast() -> None:
+    """As `_foreach_copy_`, into given tensors, by the target, and into new ones."""
+    text = " ".join((ROOT / "benchmarks" / "README.md").read_text().split())
+    (out,) = re.findall(
+        r"by the device's clock (\S+) to (\S+) times as fast from 500 tensors on "
+        r"\(target 3: met\), and (\S+) times for 148",
+        text,
+    )
+    (fresh,) = re.findall(
+        r"\*Fresh\* results, (\S+) times for 148, (\S+) for 500, and (\S+) and (\S+) beyond\.", text
+    )
+
+    def speed(count: int, candidate: str) -> float:
+        section = sections("launch", GPU)[f"{count} tensors of 1024 bytes, device"]
+        return 1 / rows(section)[candidate]["ratio"]
+
+    expected = [
+        *(speed(count, "multi_cast out") for count in (500, 2000, 148)),
+        *(speed(count, "multi_cast") for count in (148, 500, 1360, 2000)),
+    ]
+    for written, value in zip([*out, *fresh], expected, strict=True):
+        assert _says(written, value), f"{written} times, measured: {value:.6g}"
 
 
 def test_the_guide_to_weights_has_the_numbers_of_decode() -> None:
