@@ -1,6 +1,6 @@
-"""The tables of benchmarks/README.md say what the files in benchmarks/results say.
+"""The tables of benchmarks/README.md, and one of README.md, say what benchmarks/results says.
 
-Numbers in running text are not read, but for one paragraph of docs/weights.md.
+Numbers in running text are not read, but for those that tests after the tables' name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Expected = Iterator[tuple[str, str, float]]
 
 
 @functools.cache
-def tables() -> tuple[Table, ...]:
-    """Those of benchmarks/README.md. A row is called by its first cell, and by its second one, too,
-    where several begin alike."""
-    lines = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+def tables(document: str) -> tuple[Table, ...]:
+    """Those of a document. A row is called by its first cell, and by its second one, too, where
+    several begin alike."""
+    lines = (ROOT / document).read_text().splitlines()
     found = []
     for number, line in enumerate(lines):
         if not re.fullmatch(r"\|( -+:? \|)+", line):
@@ -57,8 +57,8 @@ def _cells(line: str) -> list[str]:
     return [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
 
 
-def table_with(row: str, column: str) -> Table:
-    (table,) = (table for table in tables() if column in table.get(row, {}))
+def table_with(row: str, column: str, document: str = "benchmarks/README.md") -> Table:
+    (table,) = (table for table in tables(document) if column in table.get(row, {}))
     return table
 
 
@@ -309,13 +309,32 @@ def decode_on_a_gpu() -> Expected:
 def test_a_table_has_the_numbers_of_its_file(
     expected: Callable[[], Expected], row: str, column: str
 ) -> None:
-    table = table_with(row, column)
-    wrong = {
-        (name, heading): f"{table[name][heading]}, measured: {value:.6g}"
-        for name, heading, value in expected()
-        if not _says(table[name][heading], value)
+    assert not _wrong(table_with(row, column), expected())
+
+
+def casts_in_the_readme() -> Expected:
+    """Fresh results, with their own share of a copy's speed."""
+    names = {
+        "GPT-2 small, 148 tensors": "gpt2-small",
+        "ViT-B/16, 152 tensors": "vit-b16",
+        "a 1.3 B transformer, 219 tensors": "llama-1.3b",
+        "150 tensors of 64 KiB": "150 x 64 KiB",
     }
-    assert not wrong
+    times = {
+        ".to, one by one": ".to",
+        "_foreach_copy_, out": "foreach out",
+        "multi_cast": "multi_cast",
+    }
+    for row, name in names.items():
+        section = sections("casts", GPU)[f"{name}, float32 to bfloat16"]
+        for column, candidate in times.items():
+            yield row, column, rows(section)[candidate]["p50"] * 1e6
+        yield row, "its speed by a copy's", 100 / section["time_by_copy"]["multi_cast"]
+
+
+def test_the_readme_has_the_numbers_of_casts_on_a_gpu() -> None:
+    table = table_with("150 tensors of 64 KiB", "multi_cast", "README.md")
+    assert not _wrong(table, casts_in_the_readme())
 
 
 @pytest.mark.parametrize(
@@ -386,6 +405,14 @@ def test_the_guide_to_weights_has_the_numbers_of_decode() -> None:
     ]
     for written, value in zip(re.findall(r"(\S+) ms", paragraph), expected, strict=True):
         assert _says(written, value), f"{written} ms, measured: {value:.6g}"
+
+
+def _wrong(table: Table, expected: Expected) -> dict[tuple[str, str], str]:
+    return {
+        (name, heading): f"{table[name][heading]}, measured: {value:.6g}"
+        for name, heading, value in expected
+        if not _says(table[name][heading], value)
+    }
 
 
 def _says(written: str, value: float) -> bool:
