@@ -337,6 +337,28 @@ def test_the_readme_has_the_numbers_of_casts_on_a_gpu() -> None:
     assert not _wrong(table, casts_in_the_readme())
 
 
+def test_the_readme_has_the_cost_of_tiny_layers() -> None:
+    """With the default `weight_cache`, of a model compiled whole and block by block."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (found,) = re.findall(
+        r"each weight takes about (\S+) us more of the host's time a step, "
+        r"(\S+) compiled block by block \(`weights`\): "
+        r"where layers are 8 wide, a step is (\S+) to (\S+) times as long\.",
+        text,
+    )
+    steps = [
+        sections("weights", OTHERS["Xeon"])[f"{form}, training step"]
+        for form in ("whole", "block by block")
+    ]
+    ours = [rows(step)["ours, scope"] for step in steps]
+    expected = [
+        *(row["difference"] / step["weights"] * 1e6 for row, step in zip(ours, steps, strict=True)),
+        *(row["ratio"] for row in ours),
+    ]
+    for written, value in zip(found, expected, strict=True):
+        assert _says(written, value), f"{written}, measured: {value:.6g}"
+
+
 @pytest.mark.parametrize(
     ("question", "machine", "pattern"),
     [
