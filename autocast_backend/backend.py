@@ -39,7 +39,7 @@ from .lowering.propagate import propagate
 from .lowering.separate import separate_bodies
 from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
-from .regions import dtypes_taken_over, hops_to_regions, source_line, state_changes
+from .regions import call_name, dtypes_taken_over, hops_to_regions, source_line, state_changes
 from .reports.telling import tell
 from .running import changing_state, for_dtypes, putting_right_after_errors, with_autocast_off
 from .state import AutocastState, outside_of_contexts, put_right_after_errors
@@ -129,6 +129,14 @@ def _compile(
         graph_module = lower(graph_module, context)
     if report.keepers:
         return _left_eager(graph_module, context)
+    if report.mistraced:
+        call = call_name(_named(graph_module, report.mistraced[0]))
+        rnn = ", or switch torch._dynamo.config.allow_rnn off" if "lstm" in call else ""
+        raise NotCompiledError(
+            f"{call} cannot be compiled under autocast: {_MISTRACED}. Leave its code out of what "
+            f"is compiled (torch.compiler.disable){rnn}, or the options 'autocast', 'policies' and "
+            "'backward_pass_autocast', without which such a graph runs as in eager mode"
+        )
     if report.bracketed:
         inference_mode_as_no_grad(graph_module, torch.is_grad_enabled())
     with report.timed("weights"):
@@ -226,18 +234,27 @@ def _inner(options: Options) -> Callable[..., Any]:
     return inductor
 
 
+_MISTRACED = "AOTAutograd's trace of it gives another dtype than eager autocast does"
+
+
+def _named(graph_module: fx.GraphModule, name: str) -> fx.Node:
+    """The call of a name in the report."""
+    return next(node for node, known in names_of(graph_module).items() if known == name)
+
+
 def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[..., Any]:
     """Run a graph as Dynamo captured it, under the autocast state that Dynamo guards on. Bodies are
     written out whose gradients PyTorch would compute without the casts."""
-    keeper = context.report.keepers[0]
-    call = next(node for node, name in names_of(graph_module).items() if name == keeper)
-    log.warning(
-        "not compiled: a graph runs as in eager mode, because the casts that %s makes of weights "
-        "could not be shared with other calls, as autocast shares them%s. If allow_in_graph "
-        "hides a function of yours from Dynamo, take it away",
-        getattr(call.target, "__name__", call.target),
-        f" [{line}]" if (line := source_line(call)) else "",
+    report = context.report
+    call = _named(graph_module, (report.mistraced or report.keepers)[0])
+    why = (
+        f"of {call_name(call)}: {_MISTRACED}"
+        if report.mistraced
+        else f"the casts that {call_name(call)} makes of weights could not be shared with other "
+        "calls, as autocast shares them. If allow_in_graph hides a function of yours from Dynamo, "
+        "take it away"
     )
+    log.warning("not compiled: a graph runs as in eager mode, because %s", why)
     counters()["smart_autocast"]["left_eager"] += 1
     for listener in listeners:
         listener(graph_module, context)

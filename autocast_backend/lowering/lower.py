@@ -58,7 +58,9 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     with kernels_opened():  # once for all that is observed: it takes 1.6 ms
         plans, fake_mode = _settled(graph_module, context)
         names = names_of(graph_module)
-        keepers = [names[c.node] for plan in plans for c in plan.candidates if c.keeps]
+        candidates = [c for plan in plans for c in plan.candidates]
+        report.mistraced = [names[c.node] for c in candidates if c.mistraced]
+        keepers = [names[c.node] for c in candidates if c.keeps or c.mistraced]
         if keepers and context.may_stay_eager:
             report.keepers = keepers
             return graph_module

@@ -42,6 +42,7 @@ class Candidate:
         selective: whether it stands inside a selective checkpoint.
         overridden: whether the recipe is a user's wish, which autocast does not judge.
         stale: whether eager autocast was seen to give another dtype than the example value has.
+        mistraced: whether AOTAutograd's trace of it would give another dtype than eager does.
     """
 
     node: fx.Node
@@ -58,6 +59,7 @@ class Candidate:
     selective: bool = False
     overridden: bool = False
     stale: bool = False
+    mistraced: bool = False
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 from .._torch.autocast import disable_autocast, has_autocast_kernel
@@ -64,7 +65,7 @@ def judge(candidates: list[Candidate], fake_mode: Any, validate: str, report: Re
             report.checked += 1
         c.refused, c.shared = verdict.reason, _as_in_the_end(c, verdict.shared)
         c.shared_within, c.keeps = verdict.within and bool(c.shared), verdict.keeps
-        c.stale = verdict.stale
+        c.stale, c.mistraced = verdict.stale, verdict.mistraced
         if verdict.found is not None:
             found = [(i, Policy(name)) for i, name in verdict.found]
             c.recipe = recipes.of_casts(c.node, c.placement.state, found)
@@ -136,12 +137,27 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return Verdict(None, expanded=True)
     # It stays under autocast. May it at least read the weight casts that other calls read?
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
+    mistraced = _is_mistraced(c, eager, state, fake_mode)
     if not again and difference(eager, watch(given, state), "ops") is None:
-        return Verdict(reason, shared, stale=stale)
+        return Verdict(reason, shared, stale=stale, mistraced=mistraced)
     within = _finds_its_casts(c, given, state, fake_mode, eager)
     # A call that casts `again` past eager's cache may cast by the cache as well.
     keeps = (bool(shared) or again) and c.grad and not within
-    return Verdict(reason, shared if within else (), within=within, keeps=keeps, stale=stale)
+    shared = shared if within else ()
+    return Verdict(reason, shared, within=within, keeps=keeps, stale=stale, mistraced=mistraced)
+
+
+def _is_mistraced(c: Candidate, eager: Observation, state: AutocastState, fake_mode: Any) -> bool:
+    """Whether AOTAutograd's trace of a call gives other dtypes than eager autocast: PyTorch has a
+    Python kernel for traces of some composites, of `lstm` for one, and autocast does not reach
+    what it calls."""
+
+    def traced() -> Any:
+        with enable_python_dispatcher():
+            return follow(c.node, Recipe())
+
+    seen = observe(traced, state, fake_mode, c.grad, state.cache_enabled)
+    return not isinstance(seen, Failed) and seen.dtypes != eager.dtypes
 
 
 def _has_rule(c: Candidate) -> bool:

@@ -87,7 +87,8 @@ class Report:
         weights: the casts of weights among them, and where each is made.
         opaque: custom ops without an autocast rule, and the state that they stand under.
         keepers: calls of a graph that is left to eager autocast, and so not lowered at all: casts
-            that they make of weights could not be shared with other calls.
+            that they make of weights could not be shared with other calls, or they are mistraced.
+        mistraced: calls of which AOTAutograd's trace would give another dtype than eager autocast.
         checked: distinct calls that were validated in this compilation; the others were known.
         seconds: time by stage.
     """
@@ -102,6 +103,7 @@ class Report:
     weights: list[WeightCast] = field(default_factory=list)
     opaque: dict[OpOverload, AutocastState] = field(default_factory=dict)
     keepers: list[str] = field(default_factory=list)
+    mistraced: list[str] = field(default_factory=list)
     checked: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 

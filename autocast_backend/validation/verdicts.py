@@ -38,6 +38,7 @@ from .._torch.tensors import is_fake
 from ..state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16
+_FLAGS = ("expanded", "within", "keeps", "stale", "mistraced")
 _known: dict[str, Verdict] = {}
 
 
@@ -57,6 +58,7 @@ class Verdict:
         within: whether the call is to find the shared casts inside (given.py).
         keeps: whether it casts weights for itself alone, where eager autocast shares these casts.
         stale: whether eager gives another dtype than the example value has.
+        mistraced: whether AOTAutograd's trace of it gives another dtype than eager does.
     """
 
     reason: str | None = None
@@ -67,6 +69,7 @@ class Verdict:
     within: bool = False
     keeps: bool = False
     stale: bool = False
+    mistraced: bool = False
 
 
 def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict: bool) -> str:
@@ -124,7 +127,7 @@ class Verdicts:
             return
         found = {k: _known[k] for k in sorted(self._kept) if k in _known}
         rows = {
-            k: [v.reason, v.shared, v.found, v.order, v.expanded, v.within, v.keeps, v.stale]
+            k: [v.reason, v.shared, v.found, v.order, *(getattr(v, flag) for flag in _FLAGS)]
             for k, v in found.items()
         }
         try:
@@ -166,13 +169,11 @@ def _verdict(
     shared: list[int],
     found: list[list[Any]] | None,
     order: list[int],
-    expanded: bool,
-    within: bool,
-    keeps: bool,
-    stale: bool,
+    *flags: bool,
 ) -> Verdict:
     casts = None if found is None else tuple((int(i), str(policy)) for i, policy in found)
-    return Verdict(reason, tuple(shared), casts, tuple(order), expanded, within, keeps, stale)
+    named = dict(zip(_FLAGS, flags, strict=True))
+    return Verdict(reason, tuple(shared), casts, tuple(order), **named)
 
 
 def _path(keys: Iterable[str]) -> Path | None:
