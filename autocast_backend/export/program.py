@@ -6,17 +6,20 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from .._logging import log
 from .._torch.autocast import autocast_device_types, enter_autocast
+from .._torch.dynamo import is_higher_order_op
 from .._torch.export import erase_tracepoints, with_graph
-from ..graphs import nodes_of
+from ..graphs import names_of, nodes_of
 from ..lowering.context import Context
 from ..lowering.standalone import lower_flat
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
-from ..regions import RegionError, hops_to_regions, regions_to_hops
+from ..regions import RegionError, call_name, hops_to_regions, regions_to_hops, where
 from ..reports.report import Report
 from ..state import AutocastState
 from .absent_dtypes import without_absent_dtypes
@@ -35,7 +38,8 @@ def lower(
 
     Every call is proved equal to itself under autocast on the program's fake values, as when
     `torch.compile` lowers a graph, and for bfloat16, float16 and float64 in place of float32. What
-    is not proved stays in a `wrap_with_autocast` call.
+    is not proved stays in a `wrap_with_autocast` call, and is warned of: whoever traces the program
+    again (`run_decompositions`, AOTInductor, the ONNX exporter) traces it with autocast off.
 
     Args:
         exported_program: from `torch.export.export` or `torch.export.load`; it is left as it is.
@@ -54,7 +58,9 @@ def lower(
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be, or a program that was
-            decomposed already.
+            decomposed already, or exported with `strict=True` where the model asks for a dtype
+            (`x.float()`) that only the result of a call under autocast does not have: it does not
+            run itself.
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
         RuntimeError: with `device_type`: a call that cannot be run on fake tensors of it.
@@ -83,15 +89,17 @@ def lower_with_report(
     )
     erase_tracepoints(graph)
     forget_weight_cache_flag(graph)
-    checks = list(floating_point_checks(graph))
-    for check in checks:
-        without_dtype(check)
+    checks = [(check, without_dtype(check)) for check in floating_point_checks(graph)]
     with on_device_type(graph, device_type), _explained(device_type):
         elsewhere = device_type is not None or bool(context.ambient.enabled_devices)
-        lower_flat(graph, context, propagated=not elsewhere)
-    for check in checks:
+        # A strict export has values as if autocast were off.
+        lower_flat(graph, context, propagated=not (elsewhere or checks))
+    for check, dtype in checks:
+        if not (elsewhere or context.overrides):
+            _check_dtype(check, dtype)
         with_dtype(check)
     without_absent_dtypes(graph)
+    _warn_of_what_traces_lose(graph, context.report)
     graph, signature = regions_to_hops(graph, signature)
     assert signature is not None  # there was one
     return with_graph(exported_program, graph, signature), context.report
@@ -122,6 +130,38 @@ def forget_weight_cache_flag(graph_module: fx.GraphModule) -> None:
     for node in nodes_of(graph_module):
         if node.target is enter_autocast and node.args[3:] == (False,):
             node.args = (*node.args[:3], None)
+
+
+def _warn_of_what_traces_lose(graph: fx.GraphModule, report: Report) -> None:
+    """Say which calls compute something else once the program is traced again."""
+    nodes = {name: node for node, name in names_of(graph).items()}
+    calls = [nodes[b.node] for b in report.bracketed if b.node in nodes]
+    lost = [call_name(call) for call in calls if not is_higher_order_op(call.target)]
+    if lost:
+        more = f", and {len(lost) - 1} more," if len(lost) > 1 else ""
+        log.warning(
+            "%s%s stays under autocast in the lowered program, which so computes what the model "
+            "does. run_decompositions(), AOTInductor and the ONNX exporter trace such calls with "
+            "autocast off: what they give is not what the model gives",
+            lost[0],
+            more,
+        )
+
+
+def _check_dtype(check: fx.Node, dtype: torch.dtype) -> None:
+    """Refuse a program that was traced with other dtypes than autocast gives.
+
+    What the trace took for nothing, `x.float()` of what it took for float32, is not in the program:
+    later calls read its result in the place of `x`.
+    """
+    (tensor,) = check.all_input_nodes[:1]
+    found = tensor.meta["val"].dtype
+    if found != dtype:
+        raise ValueError(
+            f"exported_program: {where(tensor)} was exported as {dtype}, and is {found} under the "
+            "autocast of the program, which torch.export does not heed with strict=True; export "
+            "with strict=False"
+        )
 
 
 def _check(program: Any) -> None:

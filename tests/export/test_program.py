@@ -64,6 +64,55 @@ def test_a_strict_export() -> None:
     assert_same_bits(save_and_load(lowered).module()(X), Layer(region=True)(X))
 
 
+class Norm(nn.Module):
+    """`float()` is a cast under autocast, and would be none without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(**BF16):
+            y = self.layer(x)
+            return y * 1.001, y.float().norm()
+
+
+def test_a_strict_export_that_does_not_run_itself() -> None:
+    """It has `float()` for nothing, and reads its result for `y`, which is float32 then."""
+    program = torch.export.export(Norm(), (X,), strict=True)
+    with pytest.raises(RuntimeError, match="dtype mismatch"):
+        program.module()(X)
+    with pytest.raises(ValueError, match=r"linear.*test_program.*float32.*bfloat16.*strict=False"):
+        lower(program)
+    lowered = lower(torch.export.export(Norm(), (X,), strict=False))
+    for run in (lowered.module(), module(lowered)):
+        assert_same_bits(run(X), Norm()(X))
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Bilinear(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(**BF16):
+            return self.layer(x, x * 2)
+
+
+def test_what_later_traces_lose_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="autocast_backend"):
+        lowered = lower(torch.export.export(Bilinear(), (X,)))
+        assert_same_bits(lowered.module()(X), Bilinear()(X))
+        (warning,) = caplog.messages
+        assert "the call of bilinear" in warning
+        assert "run_decompositions()" in warning
+        caplog.clear()
+        lower(torch.export.export(Layer(region=True), (X,)))
+        assert not caplog.messages
+
+
 class NamedAsBuiltins(nn.Module):
     """FX names no node of its own after a Python builtin, but export does: after the inputs. `max`
     is then the name of an input, and `max_1` that of a result."""
