@@ -131,7 +131,7 @@ def _compile(
         return _left_eager(graph_module, context)
     if report.mistraced:
         call = call_name(_named(graph_module, report.mistraced[0]))
-        rnn = ", or switch torch._dynamo.config.allow_rnn off" if "lstm" in call else ""
+        rnn = ", or switch Dynamo's config allow_rnn off" if "lstm" in call else ""
         raise NotCompiledError(
             f"{call} cannot be compiled under autocast: {_MISTRACED}. Leave its code out of what "
             f"is compiled (torch.compiler.disable){rnn}, or the options 'autocast', 'policies' and "

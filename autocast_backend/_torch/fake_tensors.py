@@ -61,6 +61,11 @@ def running(fake_mode: Any) -> Iterator[None]:
         yield
 
 
+def with_python_kernels() -> contextlib.AbstractContextManager[Any]:
+    """Run ops by the Python kernels that PyTorch has of some for traces, as AOTAutograd does."""
+    return enable_python_dispatcher()
+
+
 @contextlib.contextmanager
 def failures_unlogged() -> Iterator[None]:
     """Try an op that may not take its arguments: fake tensors log every refusal as an error, with

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 from .._torch.autocast import disable_autocast, has_autocast_kernel
 from .._torch.dynamo import requires_grad_changes_after
-from .._torch.fake_tensors import observing
+from .._torch.fake_tensors import observing, with_python_kernels
 from .._torch.kernels import body_of_triton_op, kernels_closed
 from .._torch.ops import overloads_of
 from .._torch.tensors import storages_of
@@ -153,7 +152,7 @@ def _is_mistraced(c: Candidate, eager: Observation, state: AutocastState, fake_m
     what it calls."""
 
     def traced() -> Any:
-        with enable_python_dispatcher():
+        with with_python_kernels():
             return follow(c.node, Recipe())
 
     seen = observe(traced, state, fake_mode, c.grad, state.cache_enabled)
