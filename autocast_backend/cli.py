@@ -119,10 +119,13 @@ def _explain(options: argparse.Namespace) -> int:
         try:
             runpy.run_path(str(program), run_name="__main__")
         finally:
-            if page is not None:
-                with replaced(page) as new:
-                    new.write_text(report.to_html(f"Casts of {program.name}"), encoding="utf-8")
-            _print(str(report))
+            try:
+                if page is not None:
+                    text = report.to_html(f"Casts of {program.name}")
+                    with replaced(page) as new:
+                        new.write_text(text, encoding="utf-8")
+            finally:
+                _print(str(report))
     return 0
 
 

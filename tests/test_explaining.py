@@ -460,3 +460,36 @@ def test_a_reader_of_the_report_who_leaves(tmp_path: Path) -> None:
     done.stdout.close()
     assert done.wait() == 7
     assert page.is_file()
+
+
+def test_a_page_that_cannot_be_written_does_not_cost_the_report(tmp_path: Path) -> None:
+    program, folder = tmp_path / "train.py", tmp_path / "pages"
+    folder.mkdir()
+    program.write_text(f"import os\nos.rmdir({str(folder)!r})\n")
+    command = [sys.executable, "-m", "autocast_backend.cli", "explain", "--report"]
+    done = subprocess.run(
+        [*command, str(folder / "casts.html"), str(program)], capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "FileNotFoundError" in done.stderr
+    assert "no graph was compiled" in done.stdout
+
+
+def test_messages_that_are_heard_keep_their_place() -> None:
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    places: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: places.append(record.filename)  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    log.addHandler(handler)
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1, specialize_float=True), collecting():
+            compiled = torch.compile(scaled, backend="eager")
+            for factor in (2.0, 3.0):
+                compiled(torch.ones(2), factor)
+    finally:
+        log.removeHandler(handler)
+    assert places == ["convert_frame.py"]

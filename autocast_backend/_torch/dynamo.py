@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
@@ -116,6 +117,7 @@ def graph_breaks() -> Iterator[list[str]]:
 
 
 _hearers: dict[str, list[Callable[[str], None]]] = {}
+_hearing = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -129,21 +131,24 @@ def _heard(name: str, method: str, note: Callable[[str], None]) -> Iterator[None
         for one in list(hearers):
             one(message % args if args else message)
         if type(log).isEnabledFor(log, getattr(logging, method.upper())):
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's place, not ours
             getattr(type(log), method)(log, message, *args, **kwargs)
 
-    hearers.append(note)
-    if len(hearers) == 1:
-        setattr(log, method, hear)
-        if method == "debug":  # PyTorch asks before it writes one
-            log.isEnabledFor = lambda level: True
+    with _hearing:
+        hearers.append(note)
+        if len(hearers) == 1:
+            setattr(log, method, hear)
+            if method == "debug":  # PyTorch asks before it writes one
+                log.isEnabledFor = lambda level: True
     try:
         yield
     finally:
-        hearers.remove(note)
-        if not hearers:
-            delattr(log, method)
-            if method == "debug":
-                del log.isEnabledFor
+        with _hearing:
+            hearers.remove(note)
+            if not hearers:
+                delattr(log, method)
+                if method == "debug":
+                    del log.isEnabledFor
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:

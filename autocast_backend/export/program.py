@@ -11,11 +11,13 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from .._logging import log
+from .._torch.aot import outside_of_inference_mode
 from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.dynamo import is_higher_order_op
 from .._torch.export import erase_tracepoints, with_graph
-from ..graphs import names_of, nodes_of
+from ..graphs import copy_graph, names_of, nodes_of
 from ..lowering.context import Context
+from ..lowering.propagate import propagate
 from ..lowering.standalone import lower_flat
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
@@ -90,13 +92,11 @@ def lower_with_report(
     erase_tracepoints(graph)
     forget_weight_cache_flag(graph)
     checks = [(check, without_dtype(check)) for check in floating_point_checks(graph)]
+    _check_dtypes(graph, checks)
     with on_device_type(graph, device_type), _explained(device_type):
         elsewhere = device_type is not None or bool(context.ambient.enabled_devices)
-        # A strict export has values as if autocast were off.
-        lower_flat(graph, context, propagated=not (elsewhere or checks))
-    for check, dtype in checks:
-        if not (elsewhere or context.overrides):
-            _check_dtype(check, dtype)
+        lower_flat(graph, context, propagated=not elsewhere)
+    for check, _ in checks:
         with_dtype(check)
     without_absent_dtypes(graph)
     _warn_of_what_traces_lose(graph, context.report)
@@ -142,26 +142,42 @@ def _warn_of_what_traces_lose(graph: fx.GraphModule, report: Report) -> None:
         log.warning(
             "%s%s stays under autocast in the lowered program, which so computes what the model "
             "does. run_decompositions(), AOTInductor and the ONNX exporter trace such calls with "
-            "autocast off: what they give is not what the model gives",
+            "autocast off: what they give may not be what the model gives",
             lost[0],
             more,
         )
 
 
-def _check_dtype(check: fx.Node, dtype: torch.dtype) -> None:
-    """Refuse a program that was traced with other dtypes than autocast gives.
+def _check_dtypes(graph: fx.GraphModule, checks: Sequence[tuple[fx.Node, torch.dtype]]) -> None:
+    """Refuse a program that was traced with other dtypes than its autocast gives.
 
     What the trace took for nothing, `x.float()` of what it took for float32, is not in the program:
     later calls read its result in the place of `x`.
     """
-    (tensor,) = check.all_input_nodes[:1]
-    found = tensor.meta["val"].dtype
-    if found != dtype:
-        raise ValueError(
-            f"exported_program: {where(tensor)} was exported as {dtype}, and is {found} under the "
-            "autocast of the program, which torch.export does not heed with strict=True; export "
-            "with strict=False"
-        )
+    if not checks:
+        return
+    names = names_of(graph)
+    tensors = {names[check.all_input_nodes[0]]: dtype for check, dtype in checks}
+    copied = copy_graph(graph)
+    for node in nodes_of(copied):
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            value = value.detach()  # dtypes are asked for, and the program may write to its inputs
+        node.meta["example_value"] = value
+    try:
+        with outside_of_inference_mode(), torch.no_grad():
+            propagate(copied, Context(AutocastState.off()))
+    except (RuntimeError, TypeError) as error:
+        log.info("what the program's checks of dtypes expect is not checked: %s", error)
+        return
+    for node, name in names_of(copied).items():
+        found = getattr(node.meta["example_value"], "dtype", None)
+        if name in tensors and found != tensors[name]:
+            raise ValueError(
+                f"exported_program: {where(node)} was exported as {tensors[name]}, and is {found} "
+                "under the autocast of the program, which torch.export does not heed with "
+                "strict=True; export with strict=False"
+            )
 
 
 def _check(program: Any) -> None:

@@ -136,9 +136,10 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
         return Verdict(None, expanded=True)
     # It stays under autocast. May it at least read the weight casts that other calls read?
     given = recipes.of_casts(c.node, state, [cast for cast in casts if cast[0] in shared])
-    mistraced = _is_mistraced(c, eager, state, fake_mode)
-    if not again and difference(eager, watch(given, state), "ops") is None:
-        return Verdict(reason, shared, stale=stale, mistraced=mistraced)
+    finds = not again and difference(eager, watch(given, state), "ops") is None
+    if finds and not _is_mistraced(c, given, eager, state, fake_mode):
+        return Verdict(reason, shared, stale=stale)
+    mistraced = _is_mistraced(c, Recipe(), eager, state, fake_mode)
     within = _finds_its_casts(c, given, state, fake_mode, eager)
     # A call that casts `again` past eager's cache may cast by the cache as well.
     keeps = (bool(shared) or again) and c.grad and not within
@@ -146,14 +147,16 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     return Verdict(reason, shared, within=within, keeps=keeps, stale=stale, mistraced=mistraced)
 
 
-def _is_mistraced(c: Candidate, eager: Observation, state: AutocastState, fake_mode: Any) -> bool:
-    """Whether AOTAutograd's trace of a call gives other dtypes than eager autocast: PyTorch has a
-    Python kernel for traces of some composites, of `lstm` for one, and autocast does not reach
-    what it calls."""
+def _is_mistraced(
+    c: Candidate, given: Recipe, eager: Observation, state: AutocastState, fake_mode: Any
+) -> bool:
+    """Whether AOTAutograd's trace of a call that is given some casts has other dtypes than eager
+    autocast: PyTorch has a Python kernel for traces of some composites, of `lstm` for one, and
+    autocast does not reach what it calls."""
 
     def traced() -> Any:
         with with_python_kernels():
-            return follow(c.node, Recipe())
+            return follow(c.node, given)
 
     seen = observe(traced, state, fake_mode, c.grad, state.cache_enabled)
     return not isinstance(seen, Failed) and seen.dtypes != eager.dtypes

@@ -38,6 +38,11 @@ _NAME = "_smart_autocast_name"
 """Of the attribute."""
 
 
+def identities_of(weights: Sequence[Tensor]) -> list[dict[str, Any] | str]:
+    """What no other tensor has for as long as it is kept, of each."""
+    return [_identity(id(weight), _attributes(weight)) for weight in weights]
+
+
 def _identity(weight: int, attributes: dict[str, Any]) -> dict[str, Any] | str:
     """What no other tensor has for as long as it is kept, by the id and the `__dict__` of one;
     `torch.utils.swap_tensors` swaps the latter.
@@ -102,14 +107,16 @@ class Cast:
         self._layout = None if weight.is_contiguous() else (weight.shape, weight.stride())
 
     @classmethod
-    def known(cls, weights: Known, at: int, version: int, cast: Tensor) -> Cast:
+    def known(
+        cls, weights: Known, at: int, version: int, identity: dict[str, Any] | str, cast: Tensor
+    ) -> Cast:
         """That of the weight at one place among those that are known. It keeps its weight."""
         new = cls.__new__(cls)
         new.memory = _Memory()
         new.memory.cast = cast
         new._version = version
         new._address = weights._addresses[at]
-        new._identity = weights._identities[at]
+        new._identity = identity
         new._storage = weights._storages[at]
         new._layout = weights._layouts[at]
         return new
@@ -167,7 +174,7 @@ class Cast:
 
 class Known:
     """The weights of one call of a graph: what they are, whatever is written to them. It serves
-    later calls, in later scopes too, and keeps no weight and no cast.
+    later calls, in later scopes too, and keeps no weight, no cast and no attributes.
 
     The layout of a weight is not asked for again: Dynamo does, unless sizes are dynamic.
 
@@ -176,7 +183,7 @@ class Known:
         runs: the dtypes of the casts, each with where those stand for which one list is cast.
     """
 
-    __slots__ = ("_addresses", "_identities", "_ids", "_layouts", "_storages", "keys", "runs")
+    __slots__ = ("_addresses", "_ids", "_layouts", "_storages", "keys", "runs")
 
     def __init__(
         self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], casts: Sequence[Cast]
@@ -185,7 +192,6 @@ class Known:
         self.keys: Sequence[Key] = list(zip(self._ids, dtypes, strict=True))
         self._addresses = [cast._address for cast in casts]
         self._storages = [cast._storage for cast in casts]
-        self._identities = [cast._identity for cast in casts]
         self._layouts = [cast._layout for cast in casts]
         lists = [(dtype, weight.device) for dtype, weight in zip(dtypes, weights, strict=True)]
         starts = [i for i, one in enumerate(lists) if i == 0 or lists[i - 1] != one]
@@ -194,14 +200,20 @@ class Known:
             for start, end in zip(starts, [*starts[1:], None], strict=True)
         ]
 
-    def versions(self, weights: list[Tensor]) -> list[int] | None:
+    def versions(
+        self, weights: list[Tensor], identities: Sequence[dict[str, Any] | str]
+    ) -> list[int] | None:
         """How often each of `weights` was written to; None if they are not the known ones, at the
-        known places in memory."""
+        known places in memory.
+
+        Args:
+            identities: what no other tensor has, of each.
+        """
         if len(weights) != len(self._ids):
             return None
         versions = []
         for weight, one, address, storage, identity in zip(
-            weights, self._ids, self._addresses, self._storages, self._identities, strict=True
+            weights, self._ids, self._addresses, self._storages, identities, strict=True
         ):
             if (
                 id(weight) != one
@@ -219,11 +231,8 @@ class Known:
         return [ref() for ref in self._storages] == list(map(_storage, weights))
 
     def is_alive(self) -> bool:
-        """Whether no weight has been freed, and their attributes, which are kept, lead nowhere."""
-        return all(
-            storage() is not None and not (isinstance(identity, dict) and _may_lead_on(identity))
-            for storage, identity in zip(self._storages, self._identities, strict=True)
-        )
+        """Whether no weight has been freed."""
+        return all(storage() is not None for storage in self._storages)
 
     def keeps_no_cast(self) -> bool:
         """Whether none of the casts is to be freed with its weight: what does that holds it."""
@@ -237,6 +246,7 @@ class Seen:
     Args:
         known: the weights.
         versions: how often they had been written to.
+        identities: what no other tensor has, of each.
         casts: theirs, one by one.
         at_once: their casts as autograd records them, instead, where nobody has asked for one yet.
 
@@ -245,17 +255,27 @@ class Seen:
         unrecorded: the same of a call without.
     """
 
-    __slots__ = ("_casts", "_versions", "at_once", "known", "recorded", "unrecorded")
+    __slots__ = (
+        "_casts",
+        "_identities",
+        "_versions",
+        "at_once",
+        "known",
+        "recorded",
+        "unrecorded",
+    )
 
     def __init__(
         self,
         known: Known,
         versions: Sequence[int | None],
+        identities: Sequence[dict[str, Any] | str],
         casts: Sequence[Cast] = (),
         at_once: list[Tensor] | None = None,
     ) -> None:
         self.known = known
         self._versions = versions
+        self._identities = identities
         self._casts = casts
         self.at_once = at_once
         self.recorded: Sequence[Any] | None = None
@@ -263,7 +283,13 @@ class Seen:
 
     def holds(self, weights: list[Tensor]) -> bool:
         """The same questions as `Cast.is_right`, without that for the layout."""
-        return self.known.versions(weights) == self._versions
+        return self.known.versions(weights, self._identities) == self._versions
+
+    def is_alive(self) -> bool:
+        """Whether no weight has been freed, and their attributes, which are kept, lead nowhere."""
+        return self.known.is_alive() and not any(
+            isinstance(identity, dict) and _may_lead_on(identity) for identity in self._identities
+        )
 
     @property
     def casts(self) -> Sequence[Cast]:
@@ -271,8 +297,10 @@ class Seen:
         if self.at_once is not None:
             versions: Any = self._versions  # of casts made at once, all are counted
             self._casts = [
-                Cast.known(self.known, i, version, cast)
-                for i, (version, cast) in enumerate(zip(versions, self.at_once, strict=True))
+                Cast.known(self.known, i, *of_one)
+                for i, of_one in enumerate(
+                    zip(versions, self._identities, self.at_once, strict=True)
+                )
             ]
             self.at_once = None
         return self._casts

@@ -24,7 +24,7 @@ from .cache import (
     stores,
     watch_writes,
 )
-from .cast import Cast, Key, Known, Seen
+from .cast import Cast, Key, Known, Seen, identities_of
 from .recorded import Node, traced, traced_alone, untraced
 from .scope import Contents, Scope, current_scope
 
@@ -148,7 +148,7 @@ class GraphWeights:
         an attribute leads to. Says how many weights are left."""
         for first in [key for key, known in self._known.items() if not known.is_alive()]:
             del self._known[first]
-        for first in [key for key, seen in self.seen.items() if not seen.known.is_alive()]:
+        for first in [key for key, seen in self.seen.items() if not seen.is_alive()]:
             del self.seen[first]
         return sum(len(known.keys) for known in self._known.values())
 
@@ -159,7 +159,8 @@ class GraphWeights:
         known = self._known.get(id(weights[0]))
         if known is None or not contents.has_none_of(known.keys):
             return None
-        versions = known.versions(weights)
+        identities = identities_of(weights)
+        versions = known.versions(weights, identities)
         if (
             versions is None
             or not known.have_their_storages(weights)
@@ -172,7 +173,7 @@ class GraphWeights:
         casts: list[Tensor] = []
         for dtype, run in known.runs:
             casts += multi_cast(weights[run], dtype)
-        seen = Seen(known, versions, at_once=casts)
+        seen = Seen(known, versions, identities, at_once=casts)
         contents.add(seen)
         Shared.casts += len(casts)
         Shared.misses += len(casts)
@@ -197,7 +198,10 @@ class GraphWeights:
         different = len(set(known.keys)) == len(weights)
         if self._knows_weights and contents is not None and different and known.keeps_no_cast():
             _remember(self._known, id(weights[0]), known)
-        return Seen(known, [cast._version for cast in found], found)
+        versions, identities = zip(
+            *((cast._version, cast._identity) for cast in found), strict=True
+        )
+        return Seen(known, list(versions), identities, found)
 
     @staticmethod
     def passed_over(count: int) -> None:

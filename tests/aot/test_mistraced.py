@@ -57,6 +57,23 @@ def test_an_lstm_over_float32_with_gradients_runs_as_in_eager_mode(
 
 
 @torch._dynamo.config.patch(allow_rnn=True)
+@pytest.mark.parametrize("weight_cache", ["scope", "version", "off"])
+def test_in_float16_it_is_not_given_its_weights_cast(weight_cache: str) -> None:
+    """The trace of a call that is has another dtype, that of the call as it is has not."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = nn.LSTM(8, 8), torch.randn(2, 3, 8)
+    options = {"inner": "aot_eager", "weight_cache": weight_cache}
+    compiled = torch.compile(model, backend="smart_autocast", options=options)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        expected, _ = model(x)
+        for _ in range(2):
+            found, _ = compiled(x)
+            assert found.dtype is expected.dtype is torch.float16
+            assert torch.equal(found, expected)
+
+
+@torch._dynamo.config.patch(allow_rnn=True)
 @pytest.mark.parametrize(
     "options", [{"autocast": BF16}, {"policies": {"op": {"aten::sin": "fp32"}}}], ids=["a", "p"]
 )

@@ -90,6 +90,40 @@ def test_a_strict_export_that_does_not_run_itself() -> None:
         assert_same_bits(run(X), Norm()(X))
 
 
+class Average(nn.Module):
+    """Writes to a buffer, and to its input, what it computes in a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("state", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        with torch.autocast(**BF16):
+            y = self.layer(x)
+        kept[:, 1:2].copy_(y.float()[:, :1])
+        self.state.copy_(y.float())
+        first, second = y.float().chunk(2, -1)
+        doubled = first * 2 if torch.is_grad_enabled() else first.mul_(2)
+        return doubled + second + self.state[:, :4]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_programs_that_write_to_what_they_are_given(strict: bool, grad: bool) -> None:
+    kept = torch.zeros(4, 8)
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(Average().requires_grad_(grad), (X, kept), strict=strict)
+    if strict:  # its dtypes are those of a model without the region
+        with pytest.raises(ValueError, match="strict=False"):
+            lower(program)
+        return
+    lowered = lower(program)
+    with torch.no_grad():
+        assert_same_bits(lowered.module()(X, kept.clone()), Average()(X, kept.clone()))
+
+
 class Bilinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
