@@ -60,9 +60,8 @@ def lower(
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be, or a program that was
-            decomposed already, or exported with `strict=True` where the model asks for a dtype
-            (`x.float()`) that only the result of a call under autocast does not have: it does not
-            run itself.
+            decomposed already, or one that does not run itself: `strict=True` takes no heed of
+            autocast, so that `y.float()` of what a region computed counts for nothing.
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
         RuntimeError: with `device_type`: a call that cannot be run on fake tensors of it.

@@ -180,10 +180,9 @@ class Known:
 
     Attributes:
         keys: what their casts are looked up by.
-        runs: the dtypes of the casts, each with where those stand for which one list is cast.
     """
 
-    __slots__ = ("_addresses", "_ids", "_layouts", "_storages", "keys", "runs")
+    __slots__ = ("_addresses", "_ids", "_layouts", "_storages", "keys")
 
     def __init__(
         self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], casts: Sequence[Cast]
@@ -193,12 +192,6 @@ class Known:
         self._addresses = [cast._address for cast in casts]
         self._storages = [cast._storage for cast in casts]
         self._layouts = [cast._layout for cast in casts]
-        lists = [(dtype, weight.device) for dtype, weight in zip(dtypes, weights, strict=True)]
-        starts = [i for i, one in enumerate(lists) if i == 0 or lists[i - 1] != one]
-        self.runs = [
-            (lists[start][0], slice(start, end))
-            for start, end in zip(starts, [*starts[1:], None], strict=True)
-        ]
 
     def versions(
         self, weights: list[Tensor], identities: Sequence[dict[str, Any] | str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ gets memory that its process has freed before, and the system need not clear new
 MOST_SEEN = 1000
 """Calls that are remembered, of one graph where casts last and in one scope elsewhere, each with
 other weights: those of one block after another. What is forgotten is found again, more slowly."""
+
+
+Runs = Sequence[tuple[torch.dtype, slice]]
+"""The dtypes that weights are cast to, each with the place of those that are one list."""
 
 
 class GraphWeights:
@@ -73,7 +77,7 @@ class GraphWeights:
         self._keep_memory = keep_memory
         self._dynamic = dynamic
         # The weights of earlier scopes, by the first of a call: none has to be looked at by itself.
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, tuple[Known, Runs]] = {}
         self._knows_weights = all(grads) and scoped and not (lasting or keep_memory or dynamic)
         watch_writes()
         with Shared.lock:
@@ -146,17 +150,17 @@ class GraphWeights:
     def forget_dead(self) -> int:
         """Drop what is remembered of weights that have been freed, and what would keep a model that
         an attribute leads to. Says how many weights are left."""
-        for first in [key for key, known in self._known.items() if not known.is_alive()]:
+        for first in [key for key, (known, _) in self._known.items() if not known.is_alive()]:
             del self._known[first]
         for first in [key for key, seen in self.seen.items() if not seen.is_alive()]:
             del self.seen[first]
-        return sum(len(known.keys) for known in self._known.values())
+        return sum(len(known.keys) for known, _ in self._known.values())
 
     def _cast_at_once(self, weights: list[Tensor], contents: Contents) -> Seen | None:
         """The casts of weights that an earlier scope had all casts of, where this one has none, as
         in most training steps: made with the least that has to be asked and kept. None where each
         of them has to be looked at."""
-        known = self._known.get(id(weights[0]))
+        known, runs = self._known.get(id(weights[0]), (None, ()))
         if known is None or not contents.has_none_of(known.keys):
             return None
         identities = identities_of(weights)
@@ -171,7 +175,7 @@ class GraphWeights:
         Shared.kept_on_cpu.clear()
         forget_dead()
         casts: list[Tensor] = []
-        for dtype, run in known.runs:
+        for dtype, run in runs:
             casts += multi_cast(weights[run], dtype)
         seen = Seen(known, versions, identities, at_once=casts)
         contents.add(seen)
@@ -195,9 +199,14 @@ class GraphWeights:
             casts = contents.casts
         found = self._make(weights, recording, casts, nodes)
         known = Known(weights, self._dtypes, found)
-        different = len(set(known.keys)) == len(weights)
-        if self._knows_weights and contents is not None and different and known.keeps_no_cast():
-            _remember(self._known, id(weights[0]), known)
+        if (
+            self._knows_weights
+            and contents is not None
+            and len(set(known.keys)) == len(weights)
+            and known.keeps_no_cast()
+        ):
+            runs = _runs(zip(self._dtypes, (w.device for w in weights), strict=True))
+            _remember(self._known, id(weights[0]), (known, runs))
         versions, identities = zip(
             *((cast._version, cast._identity) for cast in found), strict=True
         )
@@ -305,6 +314,16 @@ class GraphWeights:
             Shared.kept_on_cpu[key] = cast
         elif Shared.kept_on_cpu.get(key) is former:
             Shared.kept_on_cpu.pop(key, None)
+
+
+def _runs(lists: Iterable[tuple[torch.dtype, torch.device]]) -> Runs:
+    """The lists that are cast one by one, where the weights of each stand side by side."""
+    runs, start = [], 0
+    for (dtype, _), run in itertools.groupby(lists):
+        end = start + len(list(run))
+        runs.append((dtype, slice(start, end)))
+        start = end
+    return runs
 
 
 def _remember(calls: dict[Any, Any], first: Any, call: Any) -> None:
