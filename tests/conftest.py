@@ -12,6 +12,7 @@ import torch._dynamo.guards
 import torch._dynamo.utils
 import torch._inductor.config
 import torch.distributed as dist
+from torch.fx import GraphModule
 
 from autocast_backend.state import AutocastState, contexts_entered
 from tests import support
@@ -54,6 +55,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
+    # Dynamo has it look after each compilation, `few_classes_of_graphs` when it is time.
+    torch._dynamo.config.run_gc_after_compile = False
     # For a line in its log, Dynamo times the guards of each compilation with the processor's caches
     # emptied.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
@@ -86,10 +89,20 @@ def pytest_sessionstart() -> None:
     # none; what had nothing to do may keep this one 300 s at its end (torch 2.11, Python 3.12).
     threads = os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in subprocesses, too
     torch._inductor.config.compile_threads = int(threads)
+    # In each process Inductor has the C++ compiler try all instruction sets that the processor has,
+    # and in each new cache folder compile for them: 3 s and 15 s. One that it does not know is an
+    # error where it is used.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # in subprocesses, too
+    torch._inductor.config.cpp.vec_isa_ok = os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1" or None
     # A seed for a device that is not there is kept, with a traceback, for when it comes.
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = lambda _: None
+
+
+def pytest_sessionfinish() -> None:
+    """pytest, and Python after it, collect garbage time and again at their ends."""
+    gc.freeze()
 
 
 def _process_state() -> dict[str, object]:
@@ -113,6 +126,20 @@ def process_state_left_alone() -> Iterator[None]:
     yield
     after = _process_state()
     assert after == before
+
+
+_graphs_kept = 0
+
+
+@pytest.fixture(autouse=True)
+def few_classes_of_graphs() -> Iterator[None]:
+    """Each `GraphModule` has a class of its own, which the garbage collector alone frees; and each
+    trace sets attributes of `nn.Module`, which asks all classes made of it: 5 ms for a thousand."""
+    global _graphs_kept
+    yield
+    if len(GraphModule.__subclasses__()) > _graphs_kept + 300:
+        gc.collect()
+        _graphs_kept = len(GraphModule.__subclasses__())
 
 
 @pytest.fixture
