@@ -236,6 +236,7 @@ class GraphWeights:
         with_gradients = self._scoped and not self._lasting and not self._keep_memory
         found: list[Cast] = []
         made: dict[Key, Cast] = {}
+        forgotten = False
         former: dict[Key, Cast] = {}
         apart: dict[tuple[torch.dtype, torch.device], list[tuple[Key, Tensor, Tensor | None]]] = {}
         with_nodes: list[tuple[tuple[torch.dtype, torch.device], Key, Tensor]] = []
@@ -254,8 +255,9 @@ class GraphWeights:
             if cast is not None:
                 # Other graphs must not find the new cast when the weight is what it was before:
                 # averaged weights are put in its place and taken out again, say.
-                if cast.is_alive():
+                if not forgotten and cast.is_alive():
                     forget_seen()
+                    forgotten = True
                 if key in nodes:  # it holds the memory of the wrong cast
                     del nodes.pop(key).cast
             made[key] = new = Cast(weight, watched=not (grad and with_gradients))
@@ -263,7 +265,11 @@ class GraphWeights:
             if received and new.is_in(received):
                 new.spoil()  # for this call alone
             memory = None
-            if cast is not None or key in Shared.kept or key in Shared.kept_on_cpu:
+            # With a gradient, a cast in new memory is recorded as it is made.
+            large = weight.numel() * dtype.itemsize >= KEPT_BYTES
+            if (large or self._keep_memory or not grad) and (
+                cast is not None or key in Shared.kept or key in Shared.kept_on_cpu
+            ):
                 replaced = _replaceable(key, weight, casts, others, recorded)
                 if replaced is not None:
                     replaced.spoil()  # even if an exception should keep it in its place

@@ -694,3 +694,35 @@ def test_later_scopes_do_not_look_at_each_weight(monkeypatch: pytest.MonkeyPatch
         assert casts_made(lambda: gradients.extend(step(*compiled))) == 4  # noqa: B023
         assert all(map(torch.equal, gradients, expected))
     assert looked_at == [4, 2, 2, 2]  # those of the model once, the shared ones in each scope
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_lasting_casts_that_are_made_anew(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones are recorded as they are made, large ones take over the memory of those before;
+    what graphs have seen is forgotten once, however many casts have become wrong."""
+    monkeypatch.setattr(graph_weights, "KEPT_BYTES", 2**20 if small else 0)
+    calls: list[None] = []
+    forget = graph_weights.forget_seen
+    monkeypatch.setattr(graph_weights, "forget_seen", lambda: (calls.append(None), forget()))
+    weights = [nn.Parameter(data(4, 4) * i) for i in range(1, 4)]
+    graph = graph_weights.GraphWeights([torch.bfloat16] * 3, [True] * 3, lasting=True, scoped=True)
+    places: set[int] = set()
+    for step in range(3):
+        calls.clear()
+        for again in (False, True):  # in another scope: the same casts
+            with bf16():
+                casts = graph.casts(weights, graph.scope())
+            assert_same_bits(casts, [w.bfloat16() for w in weights])
+            recorded = {type(cast.grad_fn).__name__ for cast in casts}
+            anew = again or (step > 0 and not small)
+            assert recorded == {"_TracedBackward" if anew else "ToCopyBackward0"}
+            torch.stack(casts).mul(step + 1).sum().backward()
+            places.update(cast.data_ptr() for cast in casts)
+            del casts
+        assert len(calls) == (step > 0)
+        for weight in weights:
+            assert torch.equal(weight.grad, torch.full((4, 4), 2.0 * (step + 1)))
+            weight.grad = None
+            with torch.no_grad():
+                weight.add_(1)
+    assert small or len(places) == 3
