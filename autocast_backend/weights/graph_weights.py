@@ -265,11 +265,12 @@ class GraphWeights:
             if received and new.is_in(received):
                 new.spoil()  # for this call alone
             memory = None
-            # With a gradient, a cast in new memory is recorded as it is made.
             large = weight.numel() * dtype.itemsize >= KEPT_BYTES
-            if (large or self._keep_memory or not grad) and (
-                cast is not None or key in Shared.kept or key in Shared.kept_on_cpu
-            ):
+            if grad and not (large or self._keep_memory):
+                # In new memory it is recorded as it is made; that of the old cast is free by then.
+                casts.pop(key, None)
+                cast = None
+            elif cast is not None or key in Shared.kept or key in Shared.kept_on_cpu:
                 replaced = _replaceable(key, weight, casts, others, recorded)
                 if replaced is not None:
                     replaced.spoil()  # even if an exception should keep it in its place

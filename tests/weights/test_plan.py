@@ -698,12 +698,19 @@ def test_later_scopes_do_not_look_at_each_weight(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("small", [True, False])
 def test_lasting_casts_that_are_made_anew(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones are recorded as they are made, large ones take over the memory of those before;
-    what graphs have seen is forgotten once, however many casts have become wrong."""
+    """Small ones are recorded as they are made, when those before are freed, whose memory large ones
+    take over; what graphs have seen is forgotten once, however many casts have become wrong."""
     monkeypatch.setattr(graph_weights, "KEPT_BYTES", 2**20 if small else 0)
     calls: list[None] = []
     forget = graph_weights.forget_seen
     monkeypatch.setattr(graph_weights, "forget_seen", lambda: (calls.append(None), forget()))
+    old: list[weakref.ref[Any]] = []
+
+    def cast_anew(*args: Any, **kwargs: Any) -> Any:
+        assert not small or all(storage() is None for storage in old)
+        return multi_cast(*args, **kwargs)
+
+    monkeypatch.setattr(graph_weights, "multi_cast", cast_anew)
     weights = [nn.Parameter(data(4, 4) * i) for i in range(1, 4)]
     graph = graph_weights.GraphWeights([torch.bfloat16] * 3, [True] * 3, lasting=True, scoped=True)
     places: set[int] = set()
@@ -718,6 +725,7 @@ def test_lasting_casts_that_are_made_anew(small: bool, monkeypatch: pytest.Monke
             assert recorded == {"_TracedBackward" if anew else "ToCopyBackward0"}
             torch.stack(casts).mul(step + 1).sum().backward()
             places.update(cast.data_ptr() for cast in casts)
+            old = [weakref.ref(cast.untyped_storage()) for cast in casts]
             del casts
         assert len(calls) == (step > 0)
         for weight in weights:
