@@ -266,7 +266,7 @@ class GraphWeights:
                 new.spoil()  # for this call alone
             memory = None
             large = weight.numel() * dtype.itemsize >= KEPT_BYTES
-            if grad and not (large or self._keep_memory):
+            if grad and not (large or self._keep_memory or key in Shared.kept):
                 # In new memory it is recorded as it is made; that of the old cast is free by then.
                 casts.pop(key, None)
                 cast = None

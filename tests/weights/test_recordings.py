@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autocast_backend.weights import graph_weights
 from autocast_backend.weights.cache import Shared, stores
 from tests.support import assert_same_bits
 
@@ -139,8 +140,12 @@ def test_what_a_pending_backward_reads_is_not_written_over(
     assert_same_bits(found, gradients(plain, torch.compile(plain, **EAGER)))
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("first", ["recorded", "other"])
-def test_graphs_that_are_not_recorded_share_the_memory(first: str, recorder: Recorder) -> None:
+def test_graphs_that_are_not_recorded_share_the_memory(
+    first: str, small: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_weights, "KEPT_BYTES", 2**20 if small else 0)
     model, x = make(Plain), data(3, 8)
     other = torch.compile(lambda x: model(x), **ours())
     calls = [recorded(model), other]
