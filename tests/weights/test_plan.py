@@ -698,8 +698,8 @@ def test_later_scopes_do_not_look_at_each_weight(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("small", [True, False])
 def test_lasting_casts_that_are_made_anew(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones are recorded as they are made, when those before are freed, whose memory large ones
-    take over; what graphs have seen is forgotten once, however many casts have become wrong."""
+    """Small ones are recorded as they are made, when those before are freed; large ones take over
+    their memory. What graphs have seen is forgotten once, however many casts became wrong."""
     monkeypatch.setattr(graph_weights, "KEPT_BYTES", 2**20 if small else 0)
     calls: list[None] = []
     forget = graph_weights.forget_seen
