@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from .._torch.autocast import dispatched_ops
@@ -302,16 +303,20 @@ _REFLECTED = {
     "__rdiv__": _DIVIDED,
 }
 """Calls of a number and a tensor, in this order: `1 - x` calls `rsub`, and `1 / x` `reciprocal`."""
+_NLL_LOSS = ("aten::nll_loss_nd", "aten::nll_loss")
+"""What `F.nll_loss` calls, and what its name says."""
 
 
 def _op_names(node: fx.Node) -> tuple[str, ...]:
-    """The op that a call is, and where it is `1 - x`, the one that it looks like."""
+    """The op that a call is, and where it is `1 - x` or a loss, the one that it looks like."""
     if is_dispatched(node.target):
         return (op_name_of(node.target)[0],)
     if node.op == "call_function" and not _comes_with_torch(node.target):
         return ()  # a user's function may have the name of an op
     if node.target in _REFLECTED and (node.op == "call_method" or not _is_tensor(node.args[0])):
         return _REFLECTED[node.target]
+    if node.target is F.nll_loss or getattr(node.target, "__name__", "") == "nll_loss_nd":
+        return _NLL_LOSS
     return (f"aten::{(op_name(node) or '').partition('.')[0]}",)
 
 

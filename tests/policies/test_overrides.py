@@ -770,6 +770,8 @@ def overridden(function: Any, op: str, *inputs: torch.Tensor, policy: str = "fp3
         (lambda x: 2**x, "aten::pow"),
         (lambda x: 2 // x, "aten::floor_divide"),
         (lambda x: F.max_pool2d(x.view(1, 1, 2, 2), 2), "aten::max_pool2d"),
+        (lambda x: F.nll_loss(x.view(1, 4), x.new_ones(1).long()), "aten::nll_loss_nd"),
+        (lambda x: F.nll_loss(x.view(1, 4), x.new_ones(1).long()), "aten::nll_loss"),
         (lambda x: F.unfold(x.view(1, 1, 2, 2), 2), "aten::im2col"),
         (lambda x: F.fold(x.view(1, 4, 1), 2, 2), "aten::col2im"),
         (
