@@ -772,6 +772,9 @@ def overridden(function: Any, op: str, *inputs: torch.Tensor, policy: str = "fp3
         (lambda x: F.max_pool2d(x.view(1, 1, 2, 2), 2), "aten::max_pool2d"),
         (lambda x: F.nll_loss(x.view(1, 4), x.new_ones(1).long()), "aten::nll_loss_nd"),
         (lambda x: F.nll_loss(x.view(1, 4), x.new_ones(1).long()), "aten::nll_loss"),
+        (lambda x: F.dropout1d(x.view(1, 2, 2)), "aten::feature_dropout"),
+        (lambda x: F.dropout2d(x.view(1, 1, 2, 2)), "aten::feature_dropout"),
+        (lambda x: F.dropout3d(x.view(1, 1, 1, 2, 2)), "aten::feature_dropout"),
         (lambda x: F.unfold(x.view(1, 1, 2, 2), 2), "aten::im2col"),
         (lambda x: F.fold(x.view(1, 4, 1), 2, 2), "aten::col2im"),
         (
