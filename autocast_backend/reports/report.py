@@ -83,7 +83,8 @@ class Report:
             no other count.
         entries: all entries of the option.
         passed_over: what some of them seem to name, and do not.
-        casts: smart cast nodes added (weights shared by several readers count once).
+        casts: smart cast nodes added (weights shared by several readers count once), those of what
+            is in their dtype already among them. What bracketed calls cast is not.
         weights: the casts of weights among them, and where each is made.
         opaque: custom ops without an autocast rule, and the state that they stand under.
         keepers: calls of a graph that is left to eager autocast, and so not lowered at all: casts
@@ -128,7 +129,7 @@ class Report:
             return "no call stands inside of an autocast region"
         return (
             f"{_counted(self.lowered, 'node')} lowered, {self.untouched} untouched, "
-            f"{len(self.bracketed)} bracketed; {_counted(self.casts, 'cast')}, "
+            f"{len(self.bracketed)} bracketed; {_counted(self.casts, 'smart cast')}, "
             f"{sum(w.inside is None for w in self.weights)} of weights that may leave the graph"
             + (f"; {_counted(len(self.overridden), 'call')} overridden" if self.overridden else "")
         )

@@ -32,7 +32,9 @@ def test_a_file_in_a_file_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     command = ["lower", str(saved(MLP, tmp_path)), "-o", str(output), "--report", str(report)]
     assert cli.main(command) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith(f"{output}: 6 nodes lowered, 4 untouched, 0 bracketed; 15 casts")
+    assert printed[0].startswith(
+        f"{output}: 6 nodes lowered, 4 untouched, 0 bracketed; 15 smart casts"
+    )
     lowered = torch.export.load(output)
     assert_same_bits(lowered.module()(*MLP.inputs), MLP.model()(*MLP.inputs))
 
