@@ -29,8 +29,8 @@ from .recorded import Node, traced, traced_alone, untraced
 from .scope import Contents, Scope, current_scope
 
 KEPT_BYTES = 512 * 2**10
-"""Casts on the CPU from which on new memory costs more than looking after the old. A smaller one
-gets memory that its process has freed before, and the system need not clear new pages for it."""
+"""Bytes of a cast from which on new memory costs more, on the CPU, than looking after the old. A
+smaller one gets memory that its process has freed before, without new pages to be cleared."""
 
 MOST_SEEN = 1000
 """Calls that are remembered, of one graph where casts last and in one scope elsewhere, each with
