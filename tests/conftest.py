@@ -92,8 +92,9 @@ def pytest_sessionstart() -> None:
     # In each process Inductor has the C++ compiler try all instruction sets that the processor has,
     # and in each new cache folder compile for them: 3 s and 15 s. One that it does not know is an
     # error where it is used.
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # in subprocesses, too
-    torch._inductor.config.cpp.vec_isa_ok = os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1" or None
+    if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # in subprocesses, too
+        torch._inductor.config.cpp.vec_isa_ok = True
     # A seed for a device that is not there is kept, with a traceback, for when it comes.
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():

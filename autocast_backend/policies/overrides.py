@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from .._torch.autocast import dispatched_ops
@@ -303,8 +302,8 @@ _REFLECTED = {
     "__rdiv__": _DIVIDED,
 }
 """Calls of a number and a tensor, in this order: `1 - x` calls `rsub`, and `1 / x` `reciprocal`."""
-_NLL_LOSS = ("aten::nll_loss_nd", "aten::nll_loss")
-"""What `F.nll_loss` calls, and what its name says."""
+_CALLED = {"nll_loss": ("aten::nll_loss_nd", "aten::nll_loss")}
+"""Calls of another op than the one whose policy they have: that op, and then this one."""
 
 
 def _op_names(node: fx.Node) -> tuple[str, ...]:
@@ -315,9 +314,8 @@ def _op_names(node: fx.Node) -> tuple[str, ...]:
         return ()  # a user's function may have the name of an op
     if node.target in _REFLECTED and (node.op == "call_method" or not _is_tensor(node.args[0])):
         return _REFLECTED[node.target]
-    if node.target is F.nll_loss or getattr(node.target, "__name__", "") == "nll_loss_nd":
-        return _NLL_LOSS
-    return (f"aten::{(op_name(node) or '').partition('.')[0]}",)
+    name = (op_name(node) or "").partition(".")[0]
+    return _CALLED.get(name, (f"aten::{name}",))
 
 
 def _comes_with_torch(target: Any) -> bool:

@@ -265,8 +265,8 @@ class GraphWeights:
             if received and new.is_in(received):
                 new.spoil()  # for this call alone
             memory = None
-            large = weight.numel() * dtype.itemsize >= KEPT_BYTES
-            if grad and not (large or self._keep_memory or key in Shared.kept):
+            small = grad and weight.numel() * dtype.itemsize < KEPT_BYTES
+            if small and not self._keep_memory and key not in Shared.kept:
                 # In new memory it is recorded as it is made; that of the old cast is free by then.
                 casts.pop(key, None)
                 cast = None
