@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 
 from autocast_backend._torch.autocast import disable_autocast, enter_autocast
 from autocast_backend._torch.dynamo import lookup_backend
@@ -44,12 +45,17 @@ class OneTrace:
 
     Args:
         ways: which of `WAYS`; the first one is chosen in the beginning.
-        dtypes: of the regions. A graph is traced with the first one, and copied for the others.
+        dtypes: of the regions. A graph is traced with the first one, and copied for the others;
+            ours is compiled again for these where autocast acts in it.
+
+    Attributes:
+        acts: whether autocast does in a graph, as we lower it.
     """
 
     def __init__(self, ways: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
         self._ways, self._dtypes = ways, dtypes
         self._chosen = (ways[0], dtypes[0])
+        self.acts = False
 
     @contextlib.contextmanager
     def chosen(self, way: str, dtype: torch.dtype) -> Iterator[None]:
@@ -60,13 +66,22 @@ class OneTrace:
 
     def __call__(self, graph_module: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled: dict[Any, Callable[..., Any]] = {}
+        first, acted = self._dtypes[0], _calls_with_casts()
         for dtype in self._dtypes:
-            graph = graph_module
-            if dtype is not self._dtypes[0]:
-                graph = with_regions_of(dtype, graph_module)
+            graph = graph_module if dtype is first else with_regions_of(dtype, graph_module)
             for way in self._ways:
-                compiled[way, dtype] = WAYS[way](copy_graph(graph), inputs)
+                if way == "ours" and dtype is not first and _calls_with_casts() == acted:
+                    compiled[way, dtype] = compiled[way, first]
+                else:
+                    compiled[way, dtype] = WAYS[way](copy_graph(graph), inputs)
+        self.acts |= _calls_with_casts() > acted
         return lambda *args: compiled[self._chosen](*args)
+
+
+def _calls_with_casts() -> int:
+    """How many calls our backend has found so far that autocast does something to."""
+    counted = counters["smart_autocast"]
+    return counted["lowered"] + counted["bracketed"] + counted["left_eager"]
 
 
 def with_regions_of(dtype: torch.dtype, graph_module: Graph) -> Graph:

@@ -1,6 +1,7 @@
 """PyTorch's own list of operators, each in a region, forward and backward, in bfloat16 and in
-float16; and each outside of autocast with its backward in such a region, in the first of them. That
-is the one Dynamo traces, which `--region-dtype` names; `--device` names where they run.
+float16; and each with its backward in such a region, in the first of them, and its forward outside
+of autocast, or in a region where autocast does nothing to it. The first is the one Dynamo traces,
+which `--region-dtype` names; `--device` names where they run.
 
 Compared with the oracle (the same Dynamo graph under real autocast): dtypes and bits. Where
 AOTAutograd itself computes other bits - it decomposes batch norm, interpolation and QR - ours must
@@ -97,15 +98,12 @@ def resolved(value: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(OPS.keys() - UNINITIALIZED))
 def test_bits(name: str, dtypes: Sequence[torch.dtype]) -> None:
     traced = Traced.of(name, dtypes, in_region=True)
-    skip_for([check(traced, dtype) for dtype in dtypes])
-
-
-@pytest.mark.parametrize(
-    "name", sorted(n for n in OPS.keys() - UNINITIALIZED if OPS[n].supports_autograd)
-)
-def test_bits_with_backward_under_autocast(name: str, dtypes: Sequence[torch.dtype]) -> None:
-    traced = Traced.of(name, dtypes, in_region=False)
-    skip_for([check(traced, dtypes[0], dtypes[0])])
+    found = [check(traced, dtype) for dtype in dtypes]
+    if OPS[name].supports_autograd:
+        if traced.trace.acts:
+            traced = Traced.of(name, dtypes, in_region=False)
+        found.append(check(traced, dtypes[0], dtypes[0]))
+    skip_for(found)
 
 
 def check(traced: Traced, *dtypes: torch.dtype) -> str | None:
