@@ -15,6 +15,9 @@ _SERVER = """
 import json, os, sys, traceback
 import torch._dynamo, torch._inductor.compile_fx
 import autocast_backend.backend
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+valid_vec_isa_list()  # what each child would find out by compiling for them
 
 for line in sys.stdin:
     program, environment, output = json.loads(line)

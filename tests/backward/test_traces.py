@@ -35,17 +35,15 @@ def test_a_size_that_inductor_makes_a_number_of() -> None:
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         h = x
-        for _ in range(5):
+        for _ in range(2):
             h = (h @ w + h.cos() @ w) * 0.3
         return F.glu(h @ w, 0)
 
     torch._dynamo.reset()
     compiled = torch.compile(function, dynamic=True, **ours("inductor"))
-    for rows in (8, 12):
-        generator = torch.Generator().manual_seed(rows)
-        x = torch.randn(rows, 8, generator=generator).requires_grad_()
-        w = torch.randn(8, 8, generator=generator).requires_grad_()
-        check_close(gradients(compiled, x, w), gradients(function, x, w))
+    generator = torch.Generator().manual_seed(8)
+    x, w = (torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(2))
+    check_close(gradients(compiled, x, w), gradients(function, x, w))
 
 
 @pytest.mark.slow
