@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import forked
 from tests.support import assert_same_bits
 
 from .support import Plain, bf16, casts_made, data, make, ours
@@ -56,7 +55,6 @@ def test_inference_with_the_second_graph_compiled_late(dynamic: bool) -> None:
 
 
 PROCESS = """
-    import sys
     import torch
     from torch._dynamo.utils import counters
 
@@ -69,24 +67,17 @@ PROCESS = """
     loss.backward()
     with bf16(), torch.no_grad():
         outputs = [compiled(data(3, 8)) for _ in range(3)]
-    torch.save([loss.detach(), [p.grad for p in model.parameters()], outputs], sys.argv[1])
+    torch.save([loss.detach(), [p.grad for p in model.parameters()], outputs], FILE)
     print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
-def test_two_processes_over_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+def test_two_processes_over_one_cache(tmp_path: Path) -> None:
     found, hits = [], []
-    for name in ("cold", "warm"):
-        file = tmp_path / name
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(PROCESS), str(file)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        hits.append(int(done.stdout))
-        found.append(torch.load(file))
+    with forked() as run:
+        for file in (tmp_path / "cold", tmp_path / "warm"):
+            program = f"FILE = {str(file)!r}\n{textwrap.dedent(PROCESS)}"
+            hits.append(int(run(program, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))))
+            found.append(torch.load(file))
     assert hits == [0, 3]  # training, inference, inference with the casts outside
     assert_same_bits(found[1], found[0])
