@@ -302,7 +302,10 @@ _REFLECTED = {
     "__rdiv__": _DIVIDED,
 }
 """Calls of a number and a tensor, in this order: `1 - x` calls `rsub`, and `1 / x` `reciprocal`."""
-_CALLED = {"nll_loss": ("aten::nll_loss_nd", "aten::nll_loss")}
+_CALLED = {
+    "nll_loss": ("aten::nll_loss_nd", "aten::nll_loss"),
+    "norm": ("aten::linalg_vector_norm", "aten::norm"),
+}
 """Calls of another op than the one whose policy they have: that op, and then this one."""
 
 
@@ -315,6 +318,8 @@ def _op_names(node: fx.Node) -> tuple[str, ...]:
     if node.target in _REFLECTED and (node.op == "call_method" or not _is_tensor(node.args[0])):
         return _REFLECTED[node.target]
     name = (op_name(node) or "").partition(".")[0]
+    if name == "norm" and "nuc" in (*node.args[1:2], node.kwargs.get("p")):
+        return ("aten::linalg_matrix_norm", "aten::norm")
     return _CALLED.get(name, (f"aten::{name}",))
 
 

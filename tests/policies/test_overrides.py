@@ -772,6 +772,10 @@ def overridden(function: Any, op: str, *inputs: torch.Tensor, policy: str = "fp3
         (lambda x: F.max_pool2d(x.view(1, 1, 2, 2), 2), "aten::max_pool2d"),
         (lambda x: F.nll_loss(x.view(1, 4), x.new_ones(1).long()), "aten::nll_loss_nd"),
         (lambda x: F.nll_loss(x.view(1, 4), x.new_ones(1).long()), "aten::nll_loss"),
+        (lambda x: torch.norm(x, p=1), "aten::linalg_vector_norm"),
+        (lambda x: torch.norm(x.view(2, 2), "fro", (0, 1)), "aten::linalg_vector_norm"),
+        (lambda x: x.norm(dim=0), "aten::linalg_vector_norm"),
+        (lambda x: x.norm(), "aten::norm"),
         (lambda x: F.dropout1d(x.view(1, 2, 2)), "aten::feature_dropout"),
         (lambda x: F.dropout2d(x.view(1, 1, 2, 2)), "aten::feature_dropout"),
         (lambda x: F.dropout3d(x.view(1, 1, 1, 2, 2)), "aten::feature_dropout"),
@@ -786,6 +790,13 @@ def overridden(function: Any, op: str, *inputs: torch.Tensor, policy: str = "fp3
 def test_a_call_by_another_spelling_is_named(function: Any, op: str) -> None:
     result, named = overridden(function, op, torch.ones(4).bfloat16())
     assert (result.dtype, named) == (torch.float32, 1)
+
+
+def test_a_nuclear_norm_is_not_that_of_a_vector() -> None:
+    x = torch.ones(2, 2)
+    for function in (lambda x: torch.norm(x, "nuc"), lambda x: x.norm(p="nuc")):
+        assert overridden(function, "aten::linalg_vector_norm", x)[1] == 0
+        assert overridden(function, "aten::linalg_matrix_norm", x)[1] == 1
 
 
 def test_a_number_minus_a_tensor_is_another_op_than_a_tensor_minus_a_number() -> None:
