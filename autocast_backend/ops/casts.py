@@ -124,7 +124,8 @@ class UnscaledGrads(NamedTuple):
     tensors: list[Tensor]
     """The unscaled gradients."""
     found_inf: Tensor
-    """float32, of shape ``(1,)``: 1 if a gradient holds an infinity or a NaN, else 0."""
+    """float32, of shape ``(1,)``: 1 if a gradient holds an infinity or a NaN, else 0. A fused
+    optimizer's ``found_inf`` has no dimensions: give it ``found_inf.reshape(())``."""
 
 
 def unscale_cast(

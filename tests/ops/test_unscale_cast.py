@@ -135,6 +135,20 @@ def test_as_grad_scaler_does() -> None:
         assert_same(result, weight.grad)
 
 
+@pytest.mark.parametrize("gradient", [2.0, inf])
+def test_a_fused_optimizer_skips_what_is_found(gradient: float) -> None:
+    """As the docstring of `found_inf` says: without its dimension."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.grad = torch.full((3,), gradient)
+    found = unscale_cast([weight.grad], torch.tensor(2.0), out=[weight.grad]).found_inf
+    optimizer.grad_scale, optimizer.found_inf = None, found.reshape(())  # as GradScaler does
+    optimizer.step()
+    steps = 0 if gradient == inf else 1
+    assert optimizer.state[weight]["step"] == steps
+    assert torch.equal(weight, torch.ones(3)) == (steps == 0)
+
+
 def test_inference_and_meta_tensors() -> None:
     with torch.inference_mode():
         grads, scale = [sample(f16, 3)], torch.tensor(2.0)
