@@ -159,7 +159,8 @@ def unscale_cast(
         RuntimeError: another dtype; ``scale`` of another dtype or more elements; tensors on other
             devices than ``scale``; one that is not floating or dense, or whose memory was freed;
             one that requires grad while gradients are on, or has a tangent of forward-mode AD;
-            ``out`` does not fit, or shares memory with ``scale``, others of ``grads`` or in itself.
+            ``out`` does not fit, or shares memory with ``scale``, others of ``grads`` or in itself,
+            from a tensor's first byte to its last: columns of one tensor do.
     """
     _check_tensors("grads", grads)
     if not isinstance(scale, Tensor):
@@ -220,9 +221,10 @@ def multi_cast(
             numbers (``uint4``, ``bits8``), or its memory was freed, as FSDP frees gathered weights
             (``Tensor.to``, which casts tensors that require grad, and one or a few others, may
             crash then); tensors are on different devices; ``out`` does not fit, or shares memory
-            with ``tensors`` or in itself; with ``out`` or stochastic rounding, a tensor requires
-            grad while gradients are on, or has a tangent of forward-mode AD; with stochastic
-            rounding, another ``dtype``, a tensor that is not floating, or a negative ``offset``.
+            with ``tensors`` or in itself, from a tensor's first byte to its last; with ``out`` or
+            stochastic rounding, a tensor requires grad while gradients are on, or has a tangent of
+            forward-mode AD; with stochastic rounding, another ``dtype``, a tensor that is not
+            floating, or a negative ``offset``.
     """
     if out is None and seed is None and isinstance(tensors, (list, tuple)) and len(tensors) == 1:
         # One tensor shares the cost of a call with none. Where a kernel of ours gains less than
