@@ -1,14 +1,11 @@
 #include "smart_cast.h"
+#include "torch_errors.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 namespace smart_autocast {
 
-Tensor cast(const Tensor& self, ScalarType dtype) {
-  return torch::stable::to(self, dtype, /*layout=*/std::nullopt, /*device=*/std::nullopt,
-                           /*pin_memory=*/std::nullopt, /*non_blocking=*/false, /*copy=*/true);
-}
+Tensor cast(const Tensor& self, ScalarType dtype) { return copy_to(self, dtype); }
 
 }  // namespace smart_autocast
 

@@ -1,4 +1,5 @@
 #include "smart_cast.h"
+#include "torch_errors.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -21,7 +22,7 @@ std::vector<Tensor> promote(std::vector<Tensor> tensors, std::optional<std::stri
   for (Tensor& tensor : tensors) {
     if (is_eligible(tensor, device) && scalar_type_of(tensor) != *widest) {
       check_convertible(op, "tensors", tensor);
-      tensor = torch::stable::to(tensor, *widest);
+      tensor = to(tensor, *widest);
     }
   }
   return tensors;

@@ -9,7 +9,8 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
+#include "torch_errors.h"
+
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/shim_utils.h>
@@ -199,7 +200,7 @@ inline Tensor smart_cast(const char* op, const Tensor& self, ScalarType target,
     return self;
   }
   check_convertible(op, "self", self);
-  return torch::stable::to(self, target);
+  return to(self, target);
 }
 
 }  // namespace smart_autocast

@@ -4,8 +4,9 @@
 
 #pragma once
 
+#include "torch_errors.h"
+
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
 
@@ -66,9 +67,7 @@ inline OwnedTensor owned_tensor(const torch::stable::Tensor& tensor) {
 
 // aten::to, always into a new tensor.
 inline OwnedTensor cast_by_aten(const OwnedTensor& tensor, torch::headeronly::ScalarType dtype) {
-  return owned_tensor(torch::stable::to(
-      stable_tensor(tensor), dtype, /*layout=*/std::nullopt, /*device=*/std::nullopt,
-      /*pin_memory=*/std::nullopt, /*non_blocking=*/false, /*copy=*/true));
+  return owned_tensor(copy_to(stable_tensor(tensor), dtype));
 }
 
 // Where the elements are; the sizes and strides are the tensor's own.
@@ -77,6 +76,10 @@ struct Geometry {
   const int64_t* sizes = nullptr;
   const int64_t* strides = nullptr;
   int64_t numel = 0;
+
+  // One dimension.
+  Geometry(const int64_t* size, const int64_t* stride)
+      : dim(1), sizes(size), strides(stride), numel(*size) {}
 
   explicit Geometry(const OwnedTensor& tensor) {
     int64_t *own_sizes = nullptr, *own_strides = nullptr;
@@ -88,6 +91,17 @@ struct Geometry {
     strides = own_strides;
   }
 };
+
+// A new tensor of `dtype`, a number as dtype_code gives it, with the shape and strides of another.
+inline OwnedTensor empty_strided(const Geometry& geometry, int32_t dtype, int32_t device_type,
+                                 int32_t device_index) {
+  AtenTensorHandle result = nullptr;
+  if (aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides, dtype, device_type,
+                               device_index, &result) != TORCH_SUCCESS) {
+    fail_as_torch("smart_autocast: torch has no memory for a new tensor");
+  }
+  return OwnedTensor(result);
+}
 
 // Stride and size of each dimension that has more than one place, or none, the innermost first.
 inline std::vector<std::array<int64_t, 2>> by_stride(const Geometry& geometry) {

@@ -86,10 +86,8 @@ std::tuple<Tensor, Tensor> cast_with_stats(const Tensor& self, ScalarType dtype)
   }
   const Geometry geometry(tensor);
   const int32_t code = dtype_code(dtype);
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides,
-                                                  code, aoti_torch_device_type_cpu(), 0, &handle));
-  const OwnedTensor result(handle);
+  const OwnedTensor result =
+      empty_strided(geometry, code, aoti_torch_device_type_cpu(), /*device_index=*/0);
 
   const Cast cast{
       .to_float = from == ScalarType::Float || from == ScalarType::Double

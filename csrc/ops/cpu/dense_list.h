@@ -38,11 +38,7 @@ class DenseList {
       const Geometry geometry(*source);
       const OwnedTensor* result = out_ == nullptr ? &made_[i] : &(*out_)[i];
       if (out_ == nullptr || !same_strides(geometry, Geometry(*result))) {
-        AtenTensorHandle made = nullptr;
-        TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-            geometry.dim, geometry.sizes, geometry.strides, code_, aoti_torch_device_type_cpu(),
-            /*device_index=*/0, &made));
-        made_[i].reset(made);
+        made_[i] = empty_strided(geometry, code_, aoti_torch_device_type_cpu(), /*device_index=*/0);
         result = &made_[i];
       }
       if (geometry.numel > 0) {

@@ -66,10 +66,7 @@ void multi_cast_cpu(StableIValue* stack, uint64_t, uint64_t) {
       results[i] = cast_memory_by_aten(tensors[i], dtype);
       continue;
     }
-    AtenTensorHandle result = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides,
-                                                    code, cpu, /*device_index=*/0, &result));
-    results[i].reset(result);
+    results[i] = empty_strided(geometry, code, cpu, /*device_index=*/0);
     if (geometry.numel > 0) {
       runs.push_back({{data_of(results[i]), data_of(tensors[i]), geometry.numel, to_size,
                        static_cast<int64_t>(aoti_torch_dtype_element_size(from))},

@@ -134,11 +134,7 @@ void start_tables(const Launch& launch, const std::vector<Entry>& entries, int64
 
 // A new tensor of `dtype`, a number as dtype_code gives it, with the shape and strides of another.
 inline OwnedTensor empty_strided(const Geometry& geometry, int32_t dtype, int32_t device) {
-  AtenTensorHandle result = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(geometry.dim, geometry.sizes, geometry.strides,
-                                                  dtype, aoti_torch_device_type_cuda(), device,
-                                                  &result));
-  return OwnedTensor(result);
+  return empty_strided(geometry, dtype, aoti_torch_device_type_cuda(), device);
 }
 
 // `size` numbers that are 0, on the current stream.
@@ -146,10 +142,7 @@ inline OwnedTensor zeros(int64_t size, torch::headeronly::ScalarType dtype, cons
                          int32_t device) {
   const int64_t stride = 1;
   const int32_t code = dtype_code(dtype);
-  AtenTensorHandle result = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, code,
-                                                  aoti_torch_device_type_cuda(), device, &result));
-  OwnedTensor tensor(result);
+  OwnedTensor tensor = empty_strided(Geometry(&size, &stride), code, device);
   check(cudaMemsetAsync(data_of(tensor), 0, size * aoti_torch_dtype_element_size(code),
                         launch.stream));
   return tensor;
