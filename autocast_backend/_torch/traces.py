@@ -31,9 +31,10 @@ class Trace:
 
     Attributes:
         digest: the same for another trace if that makes the same calls, whatever its nodes are
-            called; in a dynamic one, whatever numbers they are given, which may be sizes.
+            called, and but for calls that nobody reads; in a dynamic one, whatever numbers they
+            are given, which may be sizes.
         dynamic: whether there are sizes that are no numbers.
-        nodes: by name, the place of each node among those that are no sizes.
+        nodes: by name, the place of each node among those that are read and no sizes.
         sizes: by name, the expression of each node that is one.
         after_inductor: whether Inductor's passes over joint graphs have run.
     """
@@ -52,12 +53,22 @@ class Trace:
             after_inductor: see above.
             as_dynamic: it was dynamic when it was traced first.
         """
-        values = {node.name: node.meta.get("val") for node in joint.graph.nodes}
+        values = {node.name: node.meta.get("val") for node in _read(joint.graph)}
         sizes = {name: str(value) for name, value in values.items() if is_size(value)}
         others = [name for name in values if name not in sizes]
         places = {name: place for place, name in enumerate(others)}
         dynamic = as_dynamic or any(isinstance(values[name], _SYMBOLS) for name in sizes)
         return cls(_digest(joint, dynamic), dynamic, places, sizes, after_inductor)
+
+
+def _read(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that matter: Inductor leaves some that nobody reads in one trace and not in another
+    (a zero that `select` scatters its gradient into, where sizes are symbols)."""
+    found: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        if node.is_impure() or any(user in found for user in node.users):
+            found[node] = None
+    return list(reversed(found))
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -74,7 +85,7 @@ def _digest(module: fx.GraphModule, dynamic: bool) -> str:
         value = argument if node is None else node.meta["val"]
         return "#" if dynamic and type(value) in (int, float, *_SYMBOLS) else value
 
-    for node in module.graph.nodes:
+    for node in _read(module.graph):
         if is_size(node.meta.get("val")):
             continue
         places[node] = f"%{len(places)}"

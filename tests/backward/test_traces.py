@@ -47,6 +47,21 @@ def test_a_size_that_inductor_makes_a_number_of() -> None:
 
 
 @pytest.mark.slow
+def test_a_call_that_nobody_reads() -> None:
+    """Of the first trace, Inductor leaves one in the backward of `select`."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        first = w[:1].expand(x.shape[0], 1, 8)
+        return (torch.cat([first, x], 1) @ w).tanh()[:, 0] @ w
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, dynamic=True, **ours("inductor"))
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*s, 8, generator=generator).requires_grad_() for s in ((3, 5), (8,)))
+    check_close(gradients(compiled, x, w), gradients(function, x, w))
+
+
+@pytest.mark.slow
 def test_a_dynamic_backward_out_of_the_cache() -> None:
     """What it was when it was partitioned is in the cache as well, its sizes included."""
 

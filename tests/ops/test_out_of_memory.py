@@ -1,4 +1,4 @@
-"""Where there is no memory for a result, an op says what PyTorch says: programs look for that text."""
+"""Where there is no memory for a result, an op says what PyTorch says: programs look for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ cast = torch.ops.smart_autocast.cast
 scale, x = torch.tensor(2.0), torch.ones(2**24)  # 64 MiB
 half = x.half()
 parts = x[: 2**10].expand(2**14, 2**10)
-cast_with_stats(x[:8], torch.bfloat16), unscale_cast([x[:8]], scale), multi_cast([x[:8]], torch.half)
+few = x[:8]  # what is loaded at first use
+cast_with_stats(few, torch.bfloat16), unscale_cast([few], scale), multi_cast([few], torch.half)
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + 2**23
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
