@@ -13,51 +13,59 @@ constexpr int kWarp = 32;
 // Float: what magnitudes are compared in, float64 for itself and float32 for all others.
 template <typename Float>
 struct Stats {
-  Float amax = 0;
+  Float amax;
   // Of a thread or a block: below 2^32 for any tensor that fits in memory.
-  unsigned overflows = 0, underflows = 0, nans = 0;
-
-  __device__ __forceinline__ void add(const Stats& other) {
-    amax = other.amax > amax ? other.amax : amax;
-    overflows += other.overflows;
-    underflows += other.underflows;
-    nans += other.nans;
-  }
+  unsigned overflows, underflows, nans;
 };
 
-// Over the threads of a block; the result is the first thread's. All of them must come here.
+constexpr unsigned kAllThreads = 0xffffffff;
+
+// Over the threads of a warp, all of which must come here, as to the next one; the result is every
+// thread's. One instruction, where there is one for it: numbers that are not negative are in the
+// order of their bits.
 template <typename Float>
-__device__ __forceinline__ Stats<Float> reduce(Stats<Float> stats) {
-  constexpr unsigned kAll = 0xffffffff;
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    Stats<Float> other;
-    other.amax = __shfl_xor_sync(kAll, stats.amax, distance);
-    other.overflows = __shfl_xor_sync(kAll, stats.overflows, distance);
-    other.underflows = __shfl_xor_sync(kAll, stats.underflows, distance);
-    other.nans = __shfl_xor_sync(kAll, stats.nans, distance);
-    stats.add(other);
+__device__ __forceinline__ Float max_of_warp(Float value) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<Float, float>) {
+    return __uint_as_float(__reduce_max_sync(kAllThreads, __float_as_uint(value)));
   }
-  __shared__ Float amax[kThreads / kWarp];
-  __shared__ unsigned counts[kThreads / kWarp][3];
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+#endif
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const Float other = __shfl_xor_sync(kAllThreads, value, distance);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+__device__ __forceinline__ unsigned sum_of_warp(unsigned value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(kAllThreads, value);
+#else
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllThreads, value, distance);
+  }
+  return value;
+#endif
+}
+
+template <typename Float>
+__device__ __forceinline__ Stats<Float> reduce_warp(const Stats<Float>& stats) {
+  return {max_of_warp(stats.amax), sum_of_warp(stats.overflows), sum_of_warp(stats.underflows),
+          sum_of_warp(stats.nans)};
+}
+
+// Over the threads of a block, all of which must come here; the result is every thread's.
+template <typename Float>
+__device__ __forceinline__ Stats<Float> reduce_block(const Stats<Float>& stats) {
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ Stats<Float> of_warps[kWarps];
+  const Stats<Float> of_warp = reduce_warp(stats);
   if (threadIdx.x % kWarp == 0) {
-    amax[warp] = stats.amax;
-    counts[warp][0] = stats.overflows;
-    counts[warp][1] = stats.underflows;
-    counts[warp][2] = stats.nans;
+    of_warps[threadIdx.x / kWarp] = of_warp;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int i = 1; i < kThreads / kWarp; ++i) {
-      Stats<Float> other;
-      other.amax = amax[i];
-      other.overflows = counts[i][0];
-      other.underflows = counts[i][1];
-      other.nans = counts[i][2];
-      stats.add(other);
-    }
-  }
-  return stats;
+  const int warp = static_cast<int>(threadIdx.x) % kWarp;
+  return reduce_warp(warp < kWarps ? of_warps[warp] : Stats<Float>{});
 }
 
 // `numbers`: the four of the result, 0 before. In any order of blocks they become the same: whole
@@ -67,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
     cast_with_stats_kernel(const __grid_constant__ Table<1> table, double* __restrict__ numbers) {
   using Float = std::conditional_t<std::is_same_v<From, double>, double, float>;
   constexpr int kToInfinity = std::is_same_v<To, Half> ? 0x7c00 : 0x7f80;
-  Stats<Float> stats;
+  Stats<Float> stats{};
   for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
     To* __restrict__ to = static_cast<To*>(entry.to) + (place - first);
     const From* __restrict__ from = static_cast<const From*>(entry.from) + (place - first);
@@ -86,9 +94,9 @@ __global__ void __launch_bounds__(kThreads)
     });
   });
 
-  stats = reduce(stats);
+  stats = reduce_block(stats);
   if (threadIdx.x == 0) {
-    // Numbers that are not negative are in the order of their bits.
+    // As in max_of_warp.
     if (stats.amax > 0) {
       const auto amax = static_cast<double>(stats.amax);
       unsigned long long bits;

@@ -15,8 +15,7 @@ namespace {
 template <typename To, typename From>
 void cast_one(const Launch& launch, const Entry& entry, double* numbers) {
   const int64_t blocks_at_once = launch.blocks_at_once<cast_with_stats_kernel<To, From>>();
-  // Large chunks: at the end of each, numbers are added up.
-  const auto table = make_table<1>(&entry, 1, chunk_of<To>(4), blocks_at_once);
+  const auto table = make_table<1>(&entry, 1, chunk_of<To>(2), blocks_at_once);
   cast_with_stats_kernel<To, From>
       <<<count_blocks(table), kThreads, 0, launch.stream>>>(table, numbers);
   check(cudaGetLastError());
