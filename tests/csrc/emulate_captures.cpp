@@ -1,6 +1,6 @@
 // What launch.cuh asks of CUDA while a graph is captured: loading code is refused there, unless the
-// thread's capture mode is relaxed. A program on a CPU, with a CUDA runtime that knows no more than
-// this.
+// thread's capture mode is relaxed. And which kernels start early. A program on a CPU, with a CUDA
+// runtime that knows no more than this.
 
 #include <algorithm>
 #include <cstdint>
@@ -24,14 +24,36 @@ static Index blockIdx, threadIdx;
 enum cudaError_t { cudaSuccess, cudaErrorStreamCaptureUnsupported, cudaErrorLaunchFailure };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
-struct cudaFuncAttributes {};
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
 using cudaStream_t = void*;
+struct dim3 {
+  unsigned x;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
 
 static cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 static cudaError_t fails_next = cudaSuccess, last = cudaSuccess;
 static std::set<const void*> loaded;
 static bool attached = false;
 static int loads = 0;
+static int gpu = 0;                    // the current one
+static int ptx_versions[] = {90, 80};  // of the code that each GPU runs
+static cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
 
 static cudaError_t give(cudaError_t error) {
   if (error == cudaSuccess) {
@@ -71,7 +93,8 @@ static cudaError_t cudaGetLastError() {
 }
 static cudaError_t cudaFree(void*) { return give(attach_to_gpu()); }
 template <typename Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel kernel) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel kernel) {
+  attributes->ptxVersion = ptx_versions[gpu];
   return give(load_kernel(kernel));
 }
 template <typename Kernel>
@@ -91,6 +114,22 @@ static cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) {
   return give(attach_to_gpu());
 }
 
+static cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* found) {
+  *found = status;
+  return give(cudaSuccess);
+}
+static int launched = 0, early = 0;
+static cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                       void** arguments) {
+  ++launched;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& one = config->attrs[i];
+    early += one.id == cudaLaunchAttributeProgrammaticStreamSerialization &&
+             one.val.programmaticStreamSerializationAllowed != 0;
+  }
+  return give(*arguments == nullptr ? cudaErrorLaunchFailure : load_kernel(kernel));
+}
+
 #include "../../csrc/ops/cuda/launch.cuh"
 
 using namespace smart_autocast;
@@ -101,18 +140,15 @@ using namespace smart_autocast;
     return 1;                                                   \
   }
 
-static int launched = 0;
 template <int kCapacity>
-void kernel(const Table<kCapacity>&) {
-  ++launched;
-}
+void kernel(const Table<kCapacity>&) {}
 
 static void run(const Launch& launch, size_t tensors) {
   const std::vector<Entry> entries(tensors, Entry{nullptr, nullptr, 5});
   start_tables<kernel<kSmallTable>, kernel<kLargeTable>>(
-      launch, entries, kSmallChunk, [&]<int kCapacity>(const Table<kCapacity>& table, unsigned) {
-        last = load_kernel(kernel<kCapacity>);  // as a launch does
-        kernel<kCapacity>(table);
+      launch, entries, kSmallChunk,
+      [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
+        start_early<kernel<kCapacity>>(launch, blocks, table);
       });
 }
 
@@ -128,6 +164,7 @@ int main() {
   CHECK(threw && last == cudaSuccess && mode == cudaStreamCaptureModeGlobal);
 
   // The first call of all, in a capture; a later one with a longer list.
+  status = cudaStreamCaptureStatusActive;
   const Launch launch(0);
   CHECK(mode == cudaStreamCaptureModeGlobal);
   CHECK(cudaMemsetAsync(nullptr, 0, 4, launch.stream) == cudaSuccess);  // zeros()
@@ -135,8 +172,18 @@ int main() {
   CHECK(launched == 1 && loads == 2 && mode == cudaStreamCaptureModeGlobal);
   run(launch, 400);
   CHECK(launched == 2 && loads == 2 && mode == cudaStreamCaptureModeGlobal);
-  run(Launch(1), 3);  // another GPU's context
-  CHECK(launched == 3 && mode == cudaStreamCaptureModeGlobal);
+  CHECK(early == 0);
+  status = cudaStreamCaptureStatusNone;
+  run(launch, 3);
+  CHECK(launched == 3 && early == 1);
+
+  // Another GPU's context, and code there in which nothing waits.
+  gpu = 1;
+  run(Launch(1), 3);
+  CHECK(launched == 4 && early == 1 && mode == cudaStreamCaptureModeGlobal);
+  gpu = 0;
+  run(launch, 3);
+  CHECK(launched == 5 && early == 2);
   std::puts("ok");
   return 0;
 }

@@ -143,6 +143,22 @@ def test_stores_are_vectors_of_16_bytes(op: str) -> None:
         assert not re.search(r"\b(ld|st)\.(v\d\.)?[bfu]\d", kernel), name
 
 
+def test_what_starts_early_waits_before_it_touches_memory() -> None:
+    """Of each kernel that start_early starts, on each architecture on which it does."""
+    parts = dumped("-ptx").split("\n.target sm_")[1:]
+    newer = [part for part in parts if int(re.match(r"\d+", part)[0]) >= 90]  # type: ignore[index]
+    if not newer:
+        pytest.skip("the library holds no PTX of 9.0 or newer")
+    kernels = [k for part in newer for k in part.split(".entry ")[1:]]
+    early = [kernel for kernel in kernels if "_multi_cast_kernel_cu_" in kernel.split("(")[0]]
+    assert len(early) == KERNELS["multi_cast"]
+    for kernel in early:
+        before, wait, after = kernel.partition("griddepcontrol.wait;")
+        assert wait, kernel.split("(")[0]
+        assert not re.search(r"\b(ld|st|red|atom)\.global", before), kernel.split("(")[0]
+        assert "st.global" in after
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_thread_by_thread(tmp_path: Path) -> None:
     program = tmp_path / "emulate"

@@ -92,6 +92,25 @@ int blocks_per_processor() {
   return blocks;
 }
 
+// Whether what runs on a GPU is code in which wait_for_work_before waits: where a GPU compiles that
+// of an older one anew, it is not.
+template <auto kKernel>
+bool waits_for_work_before(int32_t device) {
+  static std::atomic<uint64_t> done{0}, waits{0};
+  if (device >= 64) {
+    return false;  // no bit of its own
+  }
+  const uint64_t bit = uint64_t{1} << device;
+  once_for(device, done, [&] {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kKernel));
+    if (attributes.ptxVersion >= 90) {
+      waits.fetch_or(bit, std::memory_order_relaxed);
+    }
+  });
+  return (waits.load(std::memory_order_relaxed) & bit) != 0;
+}
+
 struct Launch {
   int32_t device;
   int processors = 0;
@@ -110,12 +129,37 @@ struct Launch {
     stream = static_cast<cudaStream_t>(current);
   }
 
+  bool captured() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+
   template <auto kKernel>
   int64_t blocks_at_once() const {
     load<kKernel>(device);
     return int64_t{processors} * blocks_per_processor<kKernel>();
   }
 };
+
+// Starts a kernel that calls wait_for_work_before, of whose launch that wait is then the only part
+// which the work before it in the stream delays ("programmatic dependent launch"); but in a graph
+// that is captured, whose users may not know of such dependencies (cudaErrorLossyQuery).
+template <auto kKernel, typename... Arguments>
+void start_early(const Launch& launch, unsigned blocks, const Arguments&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = launch.stream;
+  config.attrs = &early;
+  config.numAttrs = !launch.captured() && waits_for_work_before<kKernel>(launch.device) ? 1 : 0;
+  const void* pointers[] = {&arguments...};
+  check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel),
+                            const_cast<void**>(pointers)));
+}
 
 // start(table, blocks) launches a kernel: kSmall or kLarge, by the table's capacity. `chunk`: see
 // make_table.

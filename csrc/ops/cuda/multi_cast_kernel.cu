@@ -22,8 +22,8 @@ void cast_all(const Launch& launch, const std::vector<Entry>& entries, int32_t b
   constexpr auto kLarge = multi_cast_kernel<To, From, kLargeTable>;
   start_tables<kSmall, kLarge>(launch, entries, chunk_of<To>(2),
                                [&]<int kCapacity>(const Table<kCapacity>& table, unsigned blocks) {
-                                 multi_cast_kernel<To, From, kCapacity>
-                                     <<<blocks, kThreads, 0, launch.stream>>>(table, beyond);
+                                 start_early<multi_cast_kernel<To, From, kCapacity>>(launch, blocks,
+                                                                                     table, beyond);
                                });
 }
 

@@ -13,6 +13,13 @@ namespace {
 
 constexpr int64_t kSmallChunk = 256;
 
+// One for each chunk. With as many blocks as run at once, each of which goes from chunk to chunk, a
+// GPU's memory is 5 % slower.
+template <int kCapacity>
+unsigned count_blocks(const Table<kCapacity>& table) {
+  return static_cast<unsigned>((table.total + table.chunk - 1) / table.chunk);
+}
+
 // Entries have their own numbers of elements, none 0, as their `end`; a block gets `chunk` of them,
 // or fewer where that would leave processors without work.
 template <int kCapacity>
@@ -28,14 +35,8 @@ Table<kCapacity> make_table(const Entry* entries, int size, int64_t chunk, int64
   while (table.chunk > kSmallChunk && 2 * (table.total / table.chunk) < blocks_at_once) {
     table.chunk /= 2;
   }
+  table.entries_per_block = static_cast<float>(size) / static_cast<float>(count_blocks(table));
   return table;
-}
-
-// One for each chunk. With as many blocks as run at once, each of which goes from chunk to chunk, a
-// GPU's memory is 5 % slower.
-template <int kCapacity>
-unsigned count_blocks(const Table<kCapacity>& table) {
-  return static_cast<unsigned>((table.total + table.chunk - 1) / table.chunk);
 }
 
 // start(table, blocks) for as many entries at a time as a table holds.

@@ -48,7 +48,7 @@ uint64_t count_counters(const Table<kCapacity>& table) {
 // `counter` is that of the table's first element; `beyond`: see convert.cuh. Results are aligned as
 // the allocator gives memory, and four elements stay together.
 template <typename To, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, /*blocks of a processor=*/6)
     stochastic_cast_kernel(const __grid_constant__ Table<kCapacity> table, Grid grid,
                            int32_t beyond, uint64_t seed, uint64_t counter) {
   for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {

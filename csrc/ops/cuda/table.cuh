@@ -34,13 +34,22 @@ constexpr int kOtherParameters = 40;
 
 template <int kCapacity>
 struct Table {
-  int64_t total;  // the end of the last
-  int64_t chunk;  // elements for each block, a multiple of kTensorBegin
-  int32_t size;   // entries
+  int64_t total;            // the end of the last
+  int64_t chunk;            // elements for each block, a multiple of kTensorBegin
+  int32_t size;             // entries
+  float entries_per_block;  // on average
   Entry entries[kCapacity];
 };
 static_assert(sizeof(Table<kSmallTable>) + kOtherParameters <= 4096 &&
               sizeof(Table<kLargeTable>) + kOtherParameters <= 32764);
+
+// For kernels that start_early (launch.cuh) starts, before they read or write memory: whatever was
+// queued before them is done then, and its results are in memory.
+__device__ __forceinline__ void wait_for_work_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Calls work(entry, first, place, count) for each stretch of one tensor in this block's chunk:
 // `count` elements from `place` on, of a tensor that begins at `first`.
@@ -54,6 +63,15 @@ __device__ __forceinline__ void for_each_stretch(const Table<kCapacity>& table, 
   // search misses: 15 us in place of 10 for 150 tensors of 64 KiB.)
   int low = kCapacity == 1 ? 0 : static_cast<int>(threadIdx.y);
   int high = kCapacity == 1 ? 0 : table.size;
+  if constexpr (kCapacity > 1) {
+    // Where all have one size, it is this one, and the two that tell are read at once.
+    const auto place = static_cast<int>((blockIdx.x + 0.5F) * table.entries_per_block);
+    const int guess = low + min(place, table.size - 1);
+    const bool ends_after = table.entries[guess].end > begin;
+    const bool is_first = guess == 0 || table.entries[guess - 1].end <= begin;
+    low = ends_after ? (is_first ? guess : low) : guess + 1;
+    high = ends_after ? guess : high;
+  }
   while (low < high) {
     const int middle = (low + high) / 2;
     if (table.entries[middle].end <= begin) {
