@@ -48,10 +48,10 @@ uint64_t count_counters(const Table<kCapacity>& table) {
 // `counter` is that of the table's first element; `beyond`: see convert.cuh. Results are aligned as
 // the allocator gives memory, and four elements stay together.
 template <typename To, int kCapacity>
-__global__ void __launch_bounds__(kThreads, /*blocks of a processor=*/6)
+__global__ void __launch_bounds__(kThreads)
     stochastic_cast_kernel(const __grid_constant__ Table<kCapacity> table, Grid grid,
                            int32_t beyond, uint64_t seed, uint64_t counter) {
-  for_each_stretch(table, [&](const Entry& entry, int64_t first, int64_t place, int count) {
+  const auto round = [&](const Entry& entry, int64_t first, int64_t place, int count) {
     To* __restrict__ to = static_cast<To*>(entry.to) + (place - first);
     const float* __restrict__ from = static_cast<const float*>(entry.from) + (place - first);
     const bool aligned = reinterpret_cast<uintptr_t>(from) % kVectorBytes == 0;
@@ -82,7 +82,9 @@ __global__ void __launch_bounds__(kThreads, /*blocks of a processor=*/6)
         }
       }
     }
-  });
+  };
+  // With a guess it needs more registers than six blocks of a processor have.
+  for_each_stretch</*kGuess=*/false>(table, round);
 }
 
 }  // namespace

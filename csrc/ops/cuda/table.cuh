@@ -53,7 +53,9 @@ __device__ __forceinline__ void wait_for_work_before() {
 
 // Calls work(entry, first, place, count) for each stretch of one tensor in this block's chunk:
 // `count` elements from `place` on, of a tensor that begins at `first`.
-template <int kCapacity, typename Work>
+//
+// kGuess: look first where it would be if all had one size; that needs some registers.
+template <bool kGuess = true, int kCapacity, typename Work>
 __device__ __forceinline__ void for_each_stretch(const Table<kCapacity>& table, const Work& work) {
   const int64_t begin = blockIdx.x * table.chunk;
   const int64_t end = min(begin + table.chunk, table.total);
@@ -63,8 +65,8 @@ __device__ __forceinline__ void for_each_stretch(const Table<kCapacity>& table, 
   // search misses: 15 us in place of 10 for 150 tensors of 64 KiB.)
   int low = kCapacity == 1 ? 0 : static_cast<int>(threadIdx.y);
   int high = kCapacity == 1 ? 0 : table.size;
-  if constexpr (kCapacity > 1) {
-    // Where all have one size, it is this one, and the two that tell are read at once.
+  if constexpr (kGuess && kCapacity > 1) {
+    // The two entries that tell whether it is this one are read at once.
     const auto place = static_cast<int>((blockIdx.x + 0.5F) * table.entries_per_block);
     const int guess = low + min(place, table.size - 1);
     const bool ends_after = table.entries[guess].end > begin;
