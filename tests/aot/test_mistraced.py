@@ -66,7 +66,12 @@ def test_in_float16_it_is_not_given_its_weights_cast(weight_cache: str) -> None:
     options = {"inner": "aot_eager", "weight_cache": weight_cache}
     compiled = torch.compile(model, backend="smart_autocast", options=options)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
-        expected, _ = model(x)
+        try:
+            expected, _ = model(x)
+        except RuntimeError as error:
+            if "could not create a primitive" not in str(error):
+                raise
+            pytest.skip("oneDNN has no LSTM in float16 for this processor")
         for _ in range(2):
             found, _ = compiled(x)
             assert found.dtype is expected.dtype is torch.float16
