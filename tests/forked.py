@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SERVER = """
-import json, os, sys, traceback
+import json, os, sys, traceback, types
 import torch._dynamo, torch._inductor.compile_fx
 import autocast_backend.backend
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
@@ -28,7 +28,8 @@ for line in sys.stdin:
             os.environ.update(environment)
             os.dup2(os.open(output, os.O_WRONLY), 1)
             os.dup2(1, 2)
-            exec(program, {"__name__": "__main__"})
+            main = sys.modules["__main__"] = types.ModuleType("__main__")  # what pickle looks up
+            exec(program, main.__dict__)
             status = 0
         except BaseException:
             traceback.print_exc()

@@ -4,7 +4,6 @@ validation nothing, and computes the same."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,12 @@ from tests.forked import forked
 from tests.support import BF16, graph_of, lower_with_report, needs_torch
 from tests.test_backend import run_python
 
+# What Inductor makes are then calls of PyTorch's kernels, and nothing for a C++ compiler. (For two
+# processes with such code see tests/weights/test_inductor.py.)
+WITHOUT_KERNELS = """
+from torch._inductor import config, list_mode_options
+config.load_config({**config.shallow_copy_dict(), **list_mode_options("lite")})
+"""
 PROGRAM = """
 import contextlib, json, torch
 from torch import nn
@@ -74,14 +79,12 @@ def program(
     )
 
 
-Run = Callable[[Path, str], Any]
+Run = Callable[..., Any]
 
 
-def from_the_start(cache: Path, program: str, **environment: str) -> Any:
+def from_the_start(cache: Path, program: str) -> Any:
     """What a program says that shares nothing with another but the cache directory."""
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # starts no processes for a few kernels
-    result = run_python(program, **environment)
+    result = run_python(WITHOUT_KERNELS + program, TORCHINDUCTOR_CACHE_DIR=str(cache))
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -91,8 +94,8 @@ def run() -> Iterator[Run]:
     """The same, faster: with torch imported, and the hashes of strings that go with it."""
     with forked() as run_program:
 
-        def run(cache: Path, program: str) -> Any:
-            said = run_program(program, TORCHINDUCTOR_CACHE_DIR=str(cache))
+        def run(cache: Path, program: str, before: str = WITHOUT_KERNELS) -> Any:
+            said = run_program(before + program, TORCHINDUCTOR_CACHE_DIR=str(cache))
             return json.loads(said.splitlines()[-1])
 
         yield run
@@ -107,11 +110,9 @@ def in_graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 @pytest.fixture
-def unfilled(in_graph: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
-    """A cache directory without anybody's graphs and verdicts, but with what the C++ compiler made
-    of `in_graph`'s: each file of it is found by the source it was made of."""
-    graphs = shutil.ignore_patterns("aotautograd", "fxgraph", "smart_autocast", "locks")
-    return shutil.copytree(in_graph[0], tmp_path / "cache", ignore=graphs)
+def unfilled(tmp_path: Path) -> Path:
+    """A cache directory without anybody's graphs and verdicts."""
+    return tmp_path / "cache"
 
 
 def assert_second_hits(cold: dict[str, Any], warm: dict[str, Any]) -> None:
@@ -155,16 +156,18 @@ def test_a_second_process_follows_another_state_of_its_backward(
 
 
 @pytest.mark.slow
-def test_a_package_does_not_lose_what_follows_the_state(unfilled: Path, tmp_path: Path) -> None:
+def test_a_package_does_not_lose_what_follows_the_state(
+    unfilled: Path, run: Run, tmp_path: Path
+) -> None:
     """Dynamo's packages call no backend when they are loaded: a graph of ours stays out of them,
     and the second process compiles it again, from the compile caches."""
     file = str(tmp_path / "artifacts")
     write = f"open({file!r}, 'wb').write(torch.compiler.save_cache_artifacts()[0])"
     load = f"torch.compiler.load_cache_artifacts(open({file!r}, 'rb').read())"
-    packages = {"TORCH_CACHING_PRECOMPILE": "1"}
-    first = program("smart_autocast", True, after=write)
-    second = program("smart_autocast", True, backward_on=True, before=load)
-    cold, warm = (from_the_start(unfilled, p, **packages) for p in (first, second))
+    packages = "torch._dynamo.config.caching_precompile = True"
+    first = program("smart_autocast", True, before=packages, after=write)
+    second = program("smart_autocast", True, backward_on=True, before=f"{packages}\n{load}")
+    cold, warm = (run(unfilled, program) for program in (first, second))
     assert [(r["hit"], r["variants"]) for r in (cold, warm)] == [(0, 0), (1, 1)]
     assert warm["values"][0] == cold["values"][0]
     assert all(w != c for w, c in zip(warm["values"][1:-1], cold["values"][1:-1], strict=True))
@@ -290,8 +293,9 @@ print(json.dumps({"hits": hits, "close": close}))
 
 @pytest.mark.slow
 def test_a_backward_that_stock_compiled_is_not_ours(unfilled: Path, run: Run) -> None:
-    """Stock compiles it when it is called, here under autocast, and stores broken code."""
-    assert run(unfilled, BACKWARD_AFTER_STOCK) == {"hits": 0, "close": True}
+    """Stock compiles it when it is called, here under autocast, and stores broken code, of patterns
+    that only Inductor's whole compiler looks for."""
+    assert run(unfilled, BACKWARD_AFTER_STOCK, before="") == {"hits": 0, "close": True}
 
 
 @pytest.fixture

@@ -29,16 +29,20 @@ using std::min;
 #define __grid_constant__
 #define __shared__ static  // one block at a time
 
-// One block's threads, and what they exchange.
+// One block's threads, and what those of a warp exchange.
 static std::barrier block_barrier(256);
+static std::barrier<> warp_barriers[] = {std::barrier(32), std::barrier(32), std::barrier(32),
+                                         std::barrier(32), std::barrier(32), std::barrier(32),
+                                         std::barrier(32), std::barrier(32)};
 static double exchanged[256];
 static void __syncthreads() { block_barrier.arrive_and_wait(); }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int distance) {
+  std::barrier<>& warp = warp_barriers[threadIdx.x / 32];
   exchanged[threadIdx.x] = static_cast<double>(value);
-  __syncthreads();
+  warp.arrive_and_wait();
   const auto other = static_cast<T>(exchanged[threadIdx.x ^ distance]);
-  __syncthreads();
+  warp.arrive_and_wait();
   return other;
 }
 // Only one thread of a block comes to these.

@@ -164,7 +164,7 @@ def test_thread_by_thread(tmp_path: Path) -> None:
     program = tmp_path / "emulate"
     source = Path(__file__).with_name("emulate_kernels.cpp")
     # Optimizing takes longer than the program does.
-    sanitizers = ["-O0", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sanitizers = ["-Og", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = [str(COMPILER), "-std=c++20", *sanitizers, "-Wno-unknown-pragmas"]
     built = subprocess.run(
         [*command, f"-I{INCLUDE}", str(source), "-o", str(program)], capture_output=True, text=True

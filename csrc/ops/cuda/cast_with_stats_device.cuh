@@ -54,18 +54,20 @@ __device__ __forceinline__ Stats<Float> reduce_warp(const Stats<Float>& stats) {
           sum_of_warp(stats.nans)};
 }
 
-// Over the threads of a block, all of which must come here; the result is every thread's.
+// Over the threads of a block, all of which must come here; the result is the first warp's.
 template <typename Float>
-__device__ __forceinline__ Stats<Float> reduce_block(const Stats<Float>& stats) {
+__device__ __forceinline__ Stats<Float> reduce_block(Stats<Float> stats) {
   constexpr int kWarps = kThreads / kWarp;
   __shared__ Stats<Float> of_warps[kWarps];
-  const Stats<Float> of_warp = reduce_warp(stats);
+  stats = reduce_warp(stats);
   if (threadIdx.x % kWarp == 0) {
-    of_warps[threadIdx.x / kWarp] = of_warp;
+    of_warps[threadIdx.x / kWarp] = stats;
   }
   __syncthreads();
-  const int warp = static_cast<int>(threadIdx.x) % kWarp;
-  return reduce_warp(warp < kWarps ? of_warps[warp] : Stats<Float>{});
+  if (threadIdx.x < kWarp) {
+    stats = reduce_warp(threadIdx.x < kWarps ? of_warps[threadIdx.x] : Stats<Float>{});
+  }
+  return stats;
 }
 
 // `numbers`: the four of the result, 0 before. In any order of blocks they become the same: whole
