@@ -24,10 +24,10 @@ from autocast_backend.state import AutocastState
 from tests.conformance.programs import CALLS, Piece, Player, Program, Writer, make_inputs, programs
 from tests.support import TORCH, assert_same_bits, autocast_put_right
 
-IN_CI = 350
-COMPILED_IN_CI = 25
-CHECKPOINTED_IN_CI = 25
-LITE_IN_CI = 8
+IN_CI = 200
+COMPILED_IN_CI = 16
+CHECKPOINTED_IN_CI = 16
+LITE_IN_CI = 5
 
 
 def autocast(region: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[Any]:

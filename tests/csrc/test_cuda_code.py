@@ -163,7 +163,6 @@ def test_what_starts_early_waits_before_it_touches_memory() -> None:
 def test_thread_by_thread(tmp_path: Path) -> None:
     program = tmp_path / "emulate"
     source = Path(__file__).with_name("emulate_kernels.cpp")
-    # Optimizing takes longer than the program does.
     sanitizers = ["-Og", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = [str(COMPILER), "-std=c++20", *sanitizers, "-Wno-unknown-pragmas"]
     built = subprocess.run(

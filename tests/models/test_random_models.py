@@ -25,7 +25,7 @@ from .plans import Plan, random_plan, shrunk
 from .surroundings import OnDevice
 from .trainings import Computed, Training, difference
 
-IN_CI = 8
+IN_CI = 6
 
 
 @pytest.fixture(autouse=True)

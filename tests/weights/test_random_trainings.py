@@ -25,7 +25,7 @@ from .support import bf16, ours
 
 SIZE = 8
 WEIGHTS = 3
-IN_CI = 40
+IN_CI = 24
 
 Step = tuple[Any, ...]
 Graph = Callable[..., Tensor]
