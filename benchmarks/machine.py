@@ -19,13 +19,16 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def cpu_model() -> str:
-    """The CPU's name as the operating system gives it, e.g. `AMD EPYC 9554 64-Core Processor`."""
+    """The CPU's name as the operating system gives it, e.g. `AMD EPYC 9554 64-Core Processor`; with
+    its family where a virtual machine hides the number: `AMD EPYC family 25`."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
-    return platform.processor() or platform.machine()
+    if not cpuinfo.exists():
+        return platform.processor() or platform.machine()
+    found = dict(re.findall(r"^(model name|cpu family)\s*:\s*(.+)$", cpuinfo.read_text(), re.M))
+    name = found.get("model name", "").strip() or platform.machine()
+    if re.search(r"\d", name) or "cpu family" not in found:
+        return name
+    return f"{name} family {found['cpu family'].strip()}"
 
 
 def usable_cores() -> int:
@@ -121,8 +124,7 @@ def kernel_tier(device: str) -> str:
 
 def machine_slug(device: str = "cpu") -> str:
     """Folder name for this machine's results: the GPU's name, or the CPU's with its instruction
-    set, as PyTorch names it, and its cores: virtual machines often hide the model number
-    (`AMD EPYC`).
+    set, as PyTorch names it, and its cores.
     """
     if device == "cuda":
         return _slug(torch.cuda.get_device_name(0))

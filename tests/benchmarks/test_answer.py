@@ -1,5 +1,6 @@
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
@@ -37,15 +38,33 @@ def test_results_are_kept_by_machine(tmp_path, monkeypatch):
     assert path == tmp_path / machine_slug() / "example.json"
 
 
-def test_processors_of_one_name_are_told_apart(monkeypatch):
-    """A virtual machine's EPYC with AVX-512 and its elder without."""
-    monkeypatch.setattr("benchmarks.machine.cpu_model", lambda: "AMD EPYC")
+CPUINFO = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: {family}
+model\t\t: 17
+model name\t: {name}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "capability", "expected"),
+    [
+        ("AMD EPYC", 25, "AVX2", "amd-epyc-family-25-avx2-2-cores"),
+        ("AMD EPYC", 25, "AVX512", "amd-epyc-family-25-avx512-2-cores"),
+        ("AMD EPYC", 26, "AVX512", "amd-epyc-family-26-avx512-2-cores"),
+        ("Intel(R) Xeon(R) Processor", 6, "AVX512", "intel-xeon-family-6-avx512-2-cores"),
+        ("AMD EPYC 9554 64-Core Processor", 25, "AVX512", "amd-epyc-9554-avx512-2-cores"),
+    ],
+)
+def test_processors_whose_number_is_hidden_are_told_apart(
+    monkeypatch, name, family, capability, expected
+):
+    """EPYCs of three generations have one name in a virtual machine."""
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    monkeypatch.setattr(Path, "read_text", lambda _: CPUINFO.format(name=name, family=family))
     monkeypatch.setattr("benchmarks.machine.usable_cores", lambda: 2)
-    names = []
-    for capability in ("AVX2", "AVX512"):
-        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda c=capability: c)
-        names.append(machine_slug())
-    assert names == ["amd-epyc-avx2-2-cores", "amd-epyc-avx512-2-cores"]
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert machine_slug() == expected
 
 
 def test_the_machine_is_written_beside_the_numbers(tmp_path):

@@ -18,9 +18,13 @@ import pytest
 from benchmarks.compile import OUR_PASSES
 
 ROOT = Path(__file__).resolve().parents[2]
-EPYC = "amd-epyc-avx512-2-cores"
+EPYC = "amd-epyc-family-26-avx512-2-cores"
 GPU = "nvidia-h200"
-OTHERS = {"Xeon": "intel-xeon-avx512-2-cores", "Zen 3": "amd-epyc-avx2-2-cores"}
+OTHERS = {
+    "Xeon": "intel-xeon-family-6-avx512-2-cores",
+    "Zen 3": "amd-epyc-family-25-avx2-2-cores",
+    "Zen 4": "amd-epyc-family-25-avx512-2-cores",
+}
 
 Table = dict[str, dict[str, str]]
 """The cells of a table by its rows and columns, as they are called in it."""
