@@ -82,7 +82,7 @@ def unscale_cast(grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> 
     check(grads, scale, dtype)
     reference.check_memory(*grads, scale)
     inverse = inverse_of(scale)
-    found = scale.new_zeros(1)
+    found = scale.new_zeros(())
     results = []
     for grad in grads:
         narrow = grad.to(dtype, copy=True)
@@ -104,14 +104,14 @@ def unscale_cast_out(
 
 def _fake(grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Unscaled:
     check(grads, scale, dtype)
-    return [torch.empty_like(grad, dtype=dtype) for grad in grads], scale.new_empty(1)
+    return [torch.empty_like(grad, dtype=dtype) for grad in grads], scale.new_empty(())
 
 
 def _fake_out(
     grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, *, out: Sequence[Tensor]
 ) -> Tensor:
     _check_out_but_overlaps(grads, scale, dtype, out)
-    return scale.new_empty(1)
+    return scale.new_empty(())
 
 
 def autograd(
@@ -146,7 +146,7 @@ def _vmap(
 ) -> tuple[Unscaled, tuple[list[int], int]]:
     """One call for each example: each has its own `found_inf`."""
     if info.batch_size == 0:
-        found = scale.new_empty(0, 1)
+        found = scale.new_empty(0)
         return (empty_batch(grads, in_dims[0], dtype), found), ([0] * len(grads), 0)
 
     def one(tensor: Tensor, dim: int | None, index: int) -> Tensor:

@@ -124,8 +124,8 @@ class UnscaledGrads(NamedTuple):
     tensors: list[Tensor]
     """The unscaled gradients."""
     found_inf: Tensor
-    """float32, of shape ``(1,)``: 1 if a gradient holds an infinity or a NaN, else 0. A fused
-    optimizer's ``found_inf`` has no dimensions: give it ``found_inf.reshape(())``."""
+    """float32, of no dimensions: 1 if a gradient holds an infinity or a NaN, else 0. It can be a
+    fused optimizer's ``found_inf``, as ``torch.amp.GradScaler``'s can."""
 
 
 def unscale_cast(

@@ -77,6 +77,8 @@ struct Geometry {
   const int64_t* strides = nullptr;
   int64_t numel = 0;
 
+  // No dimensions: one element.
+  Geometry() : numel(1) {}
   // One dimension.
   Geometry(const int64_t* size, const int64_t* stride)
       : dim(1), sizes(size), strides(stride), numel(*size) {}

@@ -9,8 +9,9 @@
 //   result  = narrow * inverse, computed in float32 (float64 where dtype is), rounded to dtype
 //
 // result[i] has the strides of grads[i] where that is dense. The second result, found_inf, is a
-// float32 tensor of one element on the device of `scale`: 1 if an element of a `narrow` is infinite
-// or NaN, else 0; what the product makes infinite does not count. A NaN stays a NaN, of any bits.
+// float32 tensor of no dimensions on the device of `scale`, as fused optimizers take it: 1 if an
+// element of a `narrow` is infinite or NaN, else 0; what the product makes infinite does not count.
+// A NaN stays a NaN, of any bits.
 //
 // `out`: into these tensors, of `dtype` and the shapes of `grads`, each with memory of its own, or
 // grads[i] itself as out[i]; none that `scale` is in. The result is found_inf.

@@ -21,7 +21,7 @@ def in_two_passes(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """As torch.amp.GradScaler.unscale_ does it, after the cast."""
     results = [grad.to(dtype, copy=True) for grad in grads]
-    found = torch.zeros(1, device=scale.device)
+    found = torch.zeros((), device=scale.device)
     inverse = scale.double().reciprocal().float()
     if results:
         torch._amp_foreach_non_finite_check_and_unscale_(results, found, inverse)
@@ -115,10 +115,10 @@ def test_named_and_new() -> None:
     assert isinstance(unscaled, UnscaledGrads)
     assert torch.equal(unscaled.tensors[0], grads[0] / 8)
     assert unscaled.tensors[1].dtype == f32
-    assert unscaled.found_inf.shape == (1,)
+    assert unscaled.found_inf.shape == ()
     assert not {t.data_ptr() for t in grads} & {t.data_ptr() for t in unscaled.tensors}
     nothing, found = unscale_cast([], torch.tensor(8.0))
-    assert (nothing, found.tolist()) == ([], [0.0])
+    assert (nothing, found.shape, found.item()) == ([], (), 0.0)
 
 
 def test_as_grad_scaler_does() -> None:
@@ -137,12 +137,12 @@ def test_as_grad_scaler_does() -> None:
 
 @pytest.mark.parametrize("gradient", [2.0, inf])
 def test_a_fused_optimizer_skips_what_is_found(gradient: float) -> None:
-    """As the docstring of `found_inf` says: without its dimension."""
+    """As `GradScaler` has them do it."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], fused=True)
     weight.grad = torch.full((3,), gradient)
     found = unscale_cast([weight.grad], torch.tensor(2.0), out=[weight.grad]).found_inf
-    optimizer.grad_scale, optimizer.found_inf = None, found.reshape(())  # as GradScaler does
+    optimizer.grad_scale, optimizer.found_inf = None, found
     optimizer.step()
     steps = 0 if gradient == inf else 1
     assert optimizer.state[weight]["step"] == steps
@@ -161,7 +161,7 @@ def test_inference_and_meta_tensors() -> None:
         results, found = op([torch.empty(4, 6, device="cuda", dtype=f16).t()], scale, f32)
         assert (results[0].device.type, results[0].dtype) == ("cuda", f32)
         assert results[0].stride() == (1, 6)
-        assert (found.device.type, found.dtype, found.shape) == ("cuda", f32, (1,))
+        assert (found.device.type, found.dtype, found.shape) == ("cuda", f32, ())
 
 
 def test_opcheck() -> None:
@@ -176,7 +176,7 @@ def test_vmap_finds_in_each() -> None:
     (results, same), found = torch.vmap(lambda g, s: op([g, other], s, f32))(
         grads, torch.tensor([1.0, 2.0, 4.0])
     )
-    assert found.tolist() == [[1.0], [1.0], [0.0]]
+    assert found.tolist() == [1.0, 1.0, 0.0]
     assert results[2].tolist() == [0.5, 1.0]
     assert_same(same[1], other / 2)
 
@@ -239,7 +239,7 @@ def test_vmap_over_nothing() -> None:
     )(torch.empty(3, 0, 2), sample(f32, 4))
     assert (result.shape, result.dtype) == ((0, 3, 2), bf16)
     assert (other.shape, other.dtype) == ((0, 4), bf16)
-    assert (found.shape, found.dtype) == ((0, 1), f32)
+    assert (found.shape, found.dtype) == ((0,), f32)
 
 
 def test_a_scale_that_is_no_dense_tensor() -> None:

@@ -152,7 +152,7 @@ def unscale_cast_out(
 def _unscale(rows: _Rows, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`found_inf`."""
     inverse = _unscale_cast.inverse_of(scale)
-    found = scale.new_zeros(1)
+    found = scale.new_zeros(())
     for source, some in rows.items():
         launches.over_table(
             "unscale_kernel",

@@ -99,7 +99,7 @@ std::pair<TensorList, Tensor> run_all(const TensorList& grads, const OwnedTensor
     }
   });
 
-  Tensor found_inf = torch::stable::empty({1}, ScalarType::Float);
+  Tensor found_inf = torch::stable::empty({}, ScalarType::Float);
   *static_cast<float*>(found_inf.mutable_data_ptr()) = found ? 1.0F : 0.0F;
   return {list.finish(), found_inf};
 }

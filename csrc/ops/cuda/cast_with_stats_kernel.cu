@@ -51,7 +51,8 @@ std::tuple<Tensor, Tensor> cast_with_stats_cuda(const Tensor& self, ScalarType d
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Launch launch(device);
   const OwnedTensor result = empty_strided(geometry, dtype_code(dtype), device);
-  const OwnedTensor numbers = zeros(4, ScalarType::Double, launch, device);
+  const int64_t four = 4, stride = 1;
+  const OwnedTensor numbers = zeros(Geometry(&four, &stride), ScalarType::Double, launch, device);
   if (geometry.numel > 0) {
     const CastOne kernel =
         dtype == ScalarType::Half ? find_kernel<Half>(from) : find_kernel<BFloat16>(from);

@@ -181,13 +181,12 @@ inline OwnedTensor empty_strided(const Geometry& geometry, int32_t dtype, int32_
   return empty_strided(geometry, dtype, aoti_torch_device_type_cuda(), device);
 }
 
-// `size` numbers that are 0, on the current stream.
-inline OwnedTensor zeros(int64_t size, torch::headeronly::ScalarType dtype, const Launch& launch,
-                         int32_t device) {
-  const int64_t stride = 1;
+// Numbers that are 0, on the current stream.
+inline OwnedTensor zeros(const Geometry& geometry, torch::headeronly::ScalarType dtype,
+                         const Launch& launch, int32_t device) {
   const int32_t code = dtype_code(dtype);
-  OwnedTensor tensor = empty_strided(Geometry(&size, &stride), code, device);
-  check(cudaMemsetAsync(data_of(tensor), 0, size * aoti_torch_dtype_element_size(code),
+  OwnedTensor tensor = empty_strided(geometry, code, device);
+  check(cudaMemsetAsync(data_of(tensor), 0, geometry.numel * aoti_torch_dtype_element_size(code),
                         launch.stream));
   return tensor;
 }

@@ -58,7 +58,7 @@ std::pair<TensorList, OwnedTensor> run_all(const TensorList& grads, const OwnedT
   const int32_t device = DeviceOf(scale).index;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Launch launch(device);
-  OwnedTensor found_inf = zeros(1, ScalarType::Float, launch, device);
+  OwnedTensor found_inf = zeros(Geometry(), ScalarType::Float, launch, device);
 
   std::array<std::vector<Entry>, kKernels.size()> entries;
   TensorList made(grads.size()), cast;  // cast: by ATen, which makes them dense
