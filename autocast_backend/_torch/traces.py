@@ -60,6 +60,18 @@ class Trace:
         dynamic = as_dynamic or any(isinstance(values[name], _SYMBOLS) for name in sizes)
         return cls(_digest(joint, dynamic), dynamic, places, sizes, after_inductor)
 
+    def is_of(self, joint: fx.GraphModule, after_inductor: bool) -> bool:
+        """Whether another joint graph computes the same, to the last number; False where that is
+        not told, as of sizes that are no numbers, and of constants."""
+        if self.dynamic or self.after_inductor != after_inductor:
+            return False
+        constants = (
+            node
+            for node in joint.graph.find_nodes(op="get_attr")
+            if not isinstance(operator.attrgetter(str(node.target))(joint), fx.GraphModule)
+        )
+        return next(constants, None) is None and self.digest == _digest(joint, dynamic=False)
+
 
 def _read(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that matter: Inductor leaves some that nobody reads in one trace and not in another

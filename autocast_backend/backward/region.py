@@ -39,6 +39,7 @@ from .._torch.dynamo import compile_session, counters, dynamo_error, never_trace
 from .._torch.fake_tensors import fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .._torch.kernels import kernels_opened
+from .._torch.traces import trace_of
 from ..custom_ops import first_run_watched, ops_without_rule
 from ..graphs import copy_graph
 from ..guards import ShapeGuards
@@ -255,11 +256,9 @@ class Backward:
             return self._off
         if key in self._variants:
             return self._variants[key]
-        self._check_trace(key)
-        self._check_hooks(key)
         line = self._region.line
         what = f"the backward of {line} under {key_name(key)}"
-        if self._alike((), key):
+        if not self._changes(key):
             if not self._guards.conditions():
                 return self._off
             return self._guards.around(self._off, self._training.backward_module(), what)
@@ -281,6 +280,23 @@ class Backward:
             code = _boxed(compile_backward(graph, inputs))
         self._variants[key] = self._guards.around(code, graph, what)
         return self._variants[key]
+
+    def _changes(self, key: Key) -> bool:
+        """Whether the backward under `key` is another computation than the one that was compiled.
+
+        Raises:
+            BackwardError: traced again, it cannot be compared with that.
+        """
+        if key and self._region.hooks is None and self._region.training_graphs == 1:
+            compiled = trace_of(self._training.backward_module())
+            if compiled is not None and not compiled.dynamic:
+                self._traced(key)
+                joint = self._joints[key]
+                if compiled.is_of(joint.graph_module, joint.after_inductor):
+                    return False  # That of no autocast need not be traced.
+        self._check_trace(key)
+        self._check_hooks(key)
+        return not self._alike((), key)
 
     def _alike(self, one: Key, other: Key) -> bool:
         """Whether the backwards of two states are the same computation."""
@@ -382,9 +398,7 @@ class Backward:
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed
-            self._check_trace(key)
-            self._check_hooks(key)
-            if not self._alike((), key):
+            if self._changes(key):
                 backward = self._graph(key)
                 if assumed := self._guards.conditions():
                     raise BackwardError(
