@@ -342,14 +342,15 @@ def check_dtype_with_stats(dtype: torch.dtype) -> None:
         )
 
 
-def check_cast_with_stats(self: Tensor, dtype: torch.dtype) -> None:
+def check_cast_with_stats(tensor: Tensor, dtype: torch.dtype) -> None:
     check_dtype_with_stats(dtype)
-    if self.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise fail(
             "cast_with_stats",
-            f"argument 'self' must be float64, float32, float16 or bfloat16, got {self.dtype}",
+            "argument 'tensor' must be float64, float32, float16 or bfloat16, got "
+            f"{tensor.dtype}; convert it with .to(torch.float32)",
         )
-    check_castable("cast_with_stats", "self", self)
+    check_castable("cast_with_stats", "tensor", tensor)
 
 
 def cast_with_stats(self: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "cast": "(Tensor self, ScalarType dtype) -> Tensor",
     "cast_each": "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
-    "cast_with_stats": "(Tensor self, ScalarType dtype) -> (Tensor, Tensor)",
+    "cast_with_stats": "(Tensor tensor, ScalarType dtype) -> (Tensor, Tensor)",
     "multi_cast": "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
     "multi_cast.out": "(Tensor[] tensors, ScalarType dtype, *, Tensor(a!)[] out) -> ()",
     "stochastic_cast": (

@@ -32,7 +32,7 @@ REFUSING: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
         "tensors",
         lambda x: multi_cast([x], bf16, rounding="stochastic", seed=0),
     ),
-    "cast_with_stats": ("self", lambda x: cast_with_stats(x, bf16)),
+    "cast_with_stats": ("tensor", lambda x: cast_with_stats(x, bf16)),
     "unscale_cast": ("grads", lambda x: unscale_cast([x], torch.ones(()))),
     "unscale_cast, scale": ("scale", lambda x: unscale_cast([torch.ones(9)], x)),
     "unscale_cast, out": (
