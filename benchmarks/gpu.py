@@ -6,7 +6,7 @@ still run. The exit code is 0 only if all succeeded.
 
 All stages together may take longer than the time they get, and come in the order of their value.
 Where commands have a limit of their own, run them in parts, each of which fits: `--only kernels`,
-`--only tests`, `--only checks`, `--only models`, `--only rest`.
+`--only tests`, `--only checks`, `--only models`, `--only training`, `--only rest`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ PARTS = {
     "tests": ("build", "tests-equality", "tests-triton", "tests-models"),
     "checks": ("build", "memcheck", "racecheck"),
     "models": ("build", "demo-bf16", "decode", "decode-graphs", "memory"),
+    "training": ("build", "training"),
     "rest": ("build", "demo-fp16", "compile"),
 }
 """What `--only` takes beside the names of stages: the limits of each fit in the whole time."""
@@ -126,6 +127,7 @@ def stages(out: Path) -> list[Stage]:
         ("decode", ask("decode", "--rounds", "5"), 100),
         ("decode-graphs", ask("decode", "--graphs"), 100),
         ("memory", ask("memory"), 60),
+        ("training", ask("training", "--trials", "1", "--rounds", "11"), 400),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 150),
         ("compile", ask("compile", "--quick"), 240),
     ]
