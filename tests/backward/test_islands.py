@@ -132,7 +132,7 @@ class Archipelago(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        names = ("layer_norm", "batch_norm", "attention", "gelu", "three_products")
+        names = ("batch_norm", "attention", "three_products")
         self.islands = nn.ModuleDict({name: make(name) for name in names})
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
