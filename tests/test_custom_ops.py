@@ -65,6 +65,16 @@ def test_a_custom_op_is_a_known_difference(product: Any, packet: bool) -> None:
         assert_same_bits(compiled(**OURS), region(x, w))
 
 
+def test_a_custom_op_that_was_defined_again_is_watched(product: Any) -> None:
+    """PyTorch makes another object of it then, when Python frees the first definition."""
+    torch._dynamo.reset()
+    first = torch.ops.smart_autocast_tests.product.default
+    torch.library._clear_torch_ops_cache(product._lib._op_defs)
+    with pytest.warns(CustomOpWarning, match="product calls aten::matmul"):
+        torch.compile(in_region(product), **OURS)(torch.randn(4, 4), torch.randn(4, 4))
+    assert torch.ops.smart_autocast_tests.product.default is not first
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_a_custom_op_is_watched_when_a_graph_first_runs(product: Any, mode: Any) -> None:
     torch._dynamo.reset()

@@ -56,7 +56,9 @@ class Watching(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ran: set[OpOverload] = set()
-        self._ops = ops
+        # By name: an op that was defined again has had another object before, which graphs or the
+        # dispatcher may still have.
+        self._ops = {op.name(): op for op in ops}
         self._tell = tell
         self._inside: OpOverload | None = None
 
@@ -64,7 +66,7 @@ class Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         values = pytree.tree_leaves((args, kwargs))
         if isinstance(func, HigherOrderOperator):
-            if any(isinstance(value, OpOverload) and value in self._ops for value in values):
+            if any(isinstance(op, OpOverload) and op.name() in self._ops for op in values):
                 kernel = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
                 if kernel is not None:  # `auto_functionalized`, which calls the op
                     with self:
@@ -75,15 +77,17 @@ class Watching(TorchDispatchMode):
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         outer = self._inside
         if outer is None:
-            is_watched = func in self._ops
-            self.ran.update({func} if is_watched else ())
+            known = self._ops.get(func.name())
+            is_watched = known is not None
+            self.ran.update({known} if known is not None else ())
         else:
+            known = outer
             self._tell(outer, func, tensors)
             is_watched = bool(opaque_ops(func, {t.device.type for t in tensors}))
         key = _key_of_kernel(func, tensors) if is_watched else None
         if key is None:
             return func(*args, **kwargs)
-        self._inside = outer or func
+        self._inside = known
         try:
             with self:
                 return func._op_dk(key, *args, **kwargs)
