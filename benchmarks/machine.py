@@ -22,10 +22,11 @@ def cpu_model() -> str:
     """The CPU's name as the operating system gives it, e.g. `AMD EPYC 9554 64-Core Processor`; with
     its family where a virtual machine hides the number: `AMD EPYC family 25`."""
     cpuinfo = Path("/proc/cpuinfo")
+    other = platform.processor() or platform.machine()
     if not cpuinfo.exists():
-        return platform.processor() or platform.machine()
+        return other
     found = dict(re.findall(r"^(model name|cpu family)\s*:\s*(.+)$", cpuinfo.read_text(), re.M))
-    name = found.get("model name", "").strip() or platform.machine()
+    name = found.get("model name", other).strip()
     if re.search(r"\d", name) or "cpu family" not in found:
         return name
     return f"{name} family {found['cpu family'].strip()}"

@@ -79,7 +79,8 @@ class Watching(TorchDispatchMode):
         if outer is None:
             known = self._ops.get(func.name())
             is_watched = known is not None
-            self.ran.update({known} if known is not None else ())
+            if known is not None:
+                self.ran.add(known)
         else:
             known = outer
             self._tell(outer, func, tensors)

@@ -65,12 +65,13 @@ class Trace:
         not told, as of sizes that are no numbers, and of constants."""
         if self.dynamic or self.after_inductor != after_inductor:
             return False
-        constants = (
-            node
-            for node in joint.graph.find_nodes(op="get_attr")
-            if not isinstance(operator.attrgetter(str(node.target))(joint), fx.GraphModule)
+        has_constants = any(
+            not isinstance(operator.attrgetter(str(node.target))(body), fx.GraphModule)
+            for body in joint.modules()
+            if isinstance(body, fx.GraphModule)
+            for node in body.graph.find_nodes(op="get_attr")
         )
-        return next(constants, None) is None and self.digest == _digest(joint, dynamic=False)
+        return not has_constants and self.digest == _digest(joint, dynamic=False)
 
 
 def _read(graph: fx.Graph) -> list[fx.Node]:

@@ -40,6 +40,10 @@ def test_the_compiled_backward_is_left_alone_where_autocast_cannot_change_it(
     assert len(calls) == wrapped
 
 
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
 def island(x: torch.Tensor) -> torch.Tensor:
     """A product in float32, whose backward autocast makes one in bfloat16."""
     with torch.autocast("cpu", enabled=False):
@@ -52,9 +56,10 @@ def island(x: torch.Tensor) -> torch.Tensor:
         (lambda x: (x @ x).relu() @ x, False, 1),
         (lambda x: (x @ x).relu() @ x, True, 2),
         (lambda x: x @ x + torch.tensor([1.0, 2.0, 3.0, 4.0]), False, 2),
+        (lambda x: torch.cond(x.sum() < torch.inf, shifted, torch.exp2, (x,)) @ x, False, 2),
         (lambda x: island(x) @ x, False, 2),
     ],
-    ids=["products", "symbols", "constants", "changed"],
+    ids=["products", "symbols", "constants", "constants in a body", "changed"],
 )
 def test_a_backward_that_autocast_does_not_change_is_traced_once(
     function: Callable[[torch.Tensor], torch.Tensor],

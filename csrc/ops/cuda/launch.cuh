@@ -155,7 +155,7 @@ void start_early(const Launch& launch, unsigned blocks, const Arguments&... argu
   config.blockDim = dim3(kThreads);
   config.stream = launch.stream;
   config.attrs = &early;
-  config.numAttrs = !launch.captured() && waits_for_work_before<kKernel>(launch.device) ? 1 : 0;
+  config.numAttrs = waits_for_work_before<kKernel>(launch.device) && !launch.captured() ? 1 : 0;
   const void* pointers[] = {&arguments...};
   check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel),
                             const_cast<void**>(pointers)));
