@@ -40,7 +40,10 @@ _NAME = "_smart_autocast_name"
 
 def identities_of(weights: Sequence[Tensor]) -> list[dict[str, Any] | str]:
     """What no other tensor has for as long as it is kept, of each."""
-    return [_identity(id(weight), _attributes(weight)) for weight in weights]
+    attributes = list(map(_attributes, weights))
+    if not any(attributes):  # as most have none, this is all there is to do
+        return attributes
+    return [_identity(id(w), own) for w, own in zip(weights, attributes, strict=True)]
 
 
 def _identity(weight: int, attributes: dict[str, Any]) -> dict[str, Any] | str:

@@ -25,7 +25,7 @@ from .cache import (
     watch_writes,
 )
 from .cast import Cast, Key, Known, Seen, identities_of
-from .recorded import Node, traced, traced_alone, untraced
+from .recorded import Node, cast_each, traced, traced_alone, untraced
 from .scope import Contents, Scope, current_scope
 
 KEPT_BYTES = 512 * 2**10
@@ -89,7 +89,8 @@ class GraphWeights:
 
     def casts(self, weights: list[Tensor], scope: Scope | None) -> list[Tensor]:
         """The casts of `weights`, in order, for a call in `scope`. What is not there, or no longer
-        right, is made now, by one `multi_cast` for each dtype and device."""
+        right, is made now, by one `multi_cast` for each dtype and device, or one by one where
+        autograd records it."""
         # A graph may switch autograd on itself. In inference mode that has no effect, and casts
         # recorded there would have no gradient in later calls of the scope either.
         recording = self._records and not torch.is_inference_mode_enabled()
@@ -176,7 +177,7 @@ class GraphWeights:
         forget_dead()
         casts: list[Tensor] = []
         for dtype, run in runs:
-            casts += multi_cast(weights[run], dtype)
+            casts += cast_each(weights[run], dtype)
         seen = Seen(known, versions, identities, at_once=casts)
         contents.add(seen)
         Shared.casts += len(casts)
@@ -288,7 +289,7 @@ class GraphWeights:
         # In the order of the weights, for the gradients get ready in it.
         for (dtype, _), run in itertools.groupby(with_nodes, key=operator.itemgetter(0)):
             _, keys, sources = zip(*run, strict=True)
-            for key, node in zip(keys, multi_cast(sources, dtype), strict=True):
+            for key, node in zip(keys, cast_each(sources, dtype), strict=True):
                 results[key] = node if with_gradients else node.detach()
                 if not with_gradients:
                     nodes[key] = Node(made[key], node)

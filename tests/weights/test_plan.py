@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from autocast_backend import multi_cast, weight_cache_info
+from autocast_backend import weight_cache_info
 from autocast_backend.reports.report import Report
 from autocast_backend.state import AutocastState
 from autocast_backend.weights import graph_weights, plan
@@ -173,12 +173,14 @@ def test_what_is_seen_of_other_weights_is_bounded(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("grad", [False, True])
 def test_one_call_makes_all_casts(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
+    name = "cast_each" if grad else "multi_cast"
+    call = getattr(graph_weights, name)
 
     def counted(weights: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         made.append(len(weights))
-        return multi_cast(weights, *args, **kwargs)
+        return call(weights, *args, **kwargs)
 
-    monkeypatch.setattr(graph_weights, "multi_cast", counted)
+    monkeypatch.setattr(graph_weights, name, counted)
     model, x = make(Plain), data(3, 8)
     compiled = torch.compile(model, **ours())
     with torch.set_grad_enabled(grad):
@@ -706,11 +708,13 @@ def test_lasting_casts_that_are_made_anew(small: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(graph_weights, "forget_seen", lambda: (calls.append(None), forget()))
     old: list[weakref.ref[Any]] = []
 
-    def cast_anew(*args: Any, **kwargs: Any) -> Any:
-        assert not small or all(storage() is None for storage in old)
-        return multi_cast(*args, **kwargs)
+    cast_each = graph_weights.cast_each
 
-    monkeypatch.setattr(graph_weights, "multi_cast", cast_anew)
+    def cast_anew(*args: Any) -> Any:
+        assert not small or all(storage() is None for storage in old)
+        return cast_each(*args)
+
+    monkeypatch.setattr(graph_weights, "cast_each", cast_anew)
     weights = [nn.Parameter(data(4, 4) * i) for i in range(1, 4)]
     graph = graph_weights.GraphWeights([torch.bfloat16] * 3, [True] * 3, lasting=True, scoped=True)
     places: set[int] = set()
