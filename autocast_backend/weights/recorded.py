@@ -11,7 +11,6 @@ from torch import Tensor
 from .._torch.dynamo import never_traced
 from .cast import Cast, Key
 
-
 _METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half}
 
 
