@@ -49,7 +49,8 @@ def autograd(
     if len(trained) == len(tensors):
         return cast_each(trained, dtype)
     frozen = [tensor for tensor in tensors if not tensor.requires_grad]
-    reference.check_one_device([trained[0], frozen[0]])  # of each, the ops ask
+    if trained[0].device != frozen[0].device:  # of each of the two lists, the ops ask
+        reference.check_one_device(tensors)
     with_grad, without = iter(cast_each(trained, dtype)), iter(below(frozen, dtype))
     return [next(with_grad if tensor.requires_grad else without) for tensor in tensors]
 

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from .._torch.dispatch import register_autograd_kernel
-from .reference import check_castable, check_memory, empty_batch, fail, refuse_derivatives
+from .reference import (
+    check_castable,
+    check_floating,
+    check_memory,
+    check_same_device,
+    empty_batch,
+    fail,
+    refuse_derivatives,
+)
 from .stochastic import GRIDS, philox, round_to_grid
 
 _OP = "stochastic_cast"
@@ -27,16 +35,10 @@ def check(tensors: list[Tensor], dtype: torch.dtype, offset: int) -> None:
         )
     if isinstance(offset, int) and offset < 0:  # a symbol is a number in the kernel
         raise fail(_OP, f"argument 'offset' must not be negative, got {offset}")
-    for tensor in tensors:
+    for i, tensor in enumerate(tensors):
         check_castable(_OP, "tensors", tensor)
-        if not tensor.is_floating_point():
-            raise fail(_OP, f"argument 'tensors' must hold floating tensors, got {tensor.dtype}")
-        if tensor.device != tensors[0].device:
-            raise fail(
-                _OP,
-                "argument 'tensors' must hold tensors on one device, got tensors on two; call it "
-                "once for each device",
-            )
+        check_floating(_OP, "tensors", i, tensor)
+        check_same_device(_OP, tensors, i, tensor)
 
 
 def _counters(tensor: Tensor) -> int:

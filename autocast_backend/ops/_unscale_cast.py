@@ -15,6 +15,7 @@ from .._torch.dispatch import register_autograd_kernel
 from . import reference
 from .reference import (
     check_castable,
+    check_floating,
     empty_batch,
     fail,
     refuse_derivatives,
@@ -36,15 +37,14 @@ def check(grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
             "argument 'scale' must be a float32 tensor of one element, such as "
             f"torch.tensor(65536.0, device=grads[0].device), got {scale.numel()} of {scale.dtype}",
         )
-    for grad in grads:
+    for i, grad in enumerate(grads):
         check_castable(_OP, "grads", grad)
-        if not grad.is_floating_point():
-            raise fail(_OP, f"argument 'grads' must hold floating tensors, got {grad.dtype}")
+        check_floating(_OP, "grads", i, grad)
         if grad.device != scale.device:
             raise fail(
                 _OP,
-                "argument 'grads' must hold tensors on the device of 'scale'; call it once for "
-                "each device, with scale.to(device)",
+                f"argument 'grads' must hold tensors on the device of 'scale', {scale.device}, got "
+                f"grads[{i}] on {grad.device}; call it once for each device, with scale.to(device)",
             )
 
 
@@ -61,9 +61,9 @@ def check_out(
     grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, out: Sequence[Tensor]
 ) -> None:
     _check_out_but_overlaps(grads, scale, dtype, out)
-    # A gradient may be written where it is.
-    others = [g for g, o in zip(grads, out, strict=True) if not reference.is_same_memory(g, o)]
-    reference.check_no_overlap(_OP, {"grads": others, "scale": [scale]}, out)
+    none = scale.new_empty(0)  # in the place of a gradient that is written where it is
+    others = [none if reference.is_same_memory(g, o) else g for g, o in zip(grads, out, strict=True)]
+    reference.check_no_overlap(_OP, {"grads": others, "scale": scale}, out)
 
 
 def _check_out_but_overlaps(

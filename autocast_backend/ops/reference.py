@@ -213,11 +213,28 @@ def check_multi_cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 
 def check_one_device(tensors: Sequence[Tensor]) -> None:
-    if any(tensor.device != tensors[0].device for tensor in tensors):
+    for i, tensor in enumerate(tensors):
+        check_same_device("multi_cast", tensors, i, tensor)
+
+
+def check_same_device(op: str, tensors: Sequence[Tensor], i: int, tensor: Tensor) -> None:
+    """`tensor`: that at place `i`."""
+    first = tensors[0].device
+    if tensor.device != first:
         raise fail(
-            "multi_cast",
-            "argument 'tensors' must hold tensors on one device, got tensors on two; call it once "
-            "for each device",
+            op,
+            f"argument 'tensors' must hold tensors on one device, got tensors[0] on {first} and "
+            f"tensors[{i}] on {tensor.device}; call it once for each device",
+        )
+
+
+def check_floating(op: str, argument: str, i: int, tensor: Tensor) -> None:
+    """`tensor`: that at place `i` in the list."""
+    if not tensor.is_floating_point():
+        raise fail(
+            op,
+            f"argument '{argument}' must hold floating tensors, got {tensor.dtype} for "
+            f"{argument}[{i}]; leave it out, or call .float() on it first",
         )
 
 
@@ -244,7 +261,9 @@ def check_out(
             )
         if result.device != tensor.device:
             raise fail(
-                op, f"{name} be on the device of '{argument}', {tensor.device}, got {result.device}"
+                op,
+                f"{name} be on the device of '{argument}', {tensor.device}, got {result.device}; "
+                "make it with torch.empty_like(tensor, dtype=dtype)",
             )
         if _may_overlap_itself(result):
             raise fail(
@@ -280,29 +299,36 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def check_no_overlap(op: str, read: Mapping[str, Sequence[Tensor]], out: Sequence[Tensor]) -> None:
-    """`read`: the tensors of each argument that is."""
-    ranges = [
-        (*_byte_range(tensor), argument)
+def check_no_overlap(
+    op: str, read: Mapping[str, Sequence[Tensor] | Tensor], out: Sequence[Tensor]
+) -> None:
+    """`read`: the tensors, or the one, of each argument that is."""
+    named = [
+        (argument, argument if isinstance(tensors, Tensor) else f"{argument}[{i}]", tensor)
         for argument, tensors in {**read, "out": out}.items()
-        for tensor in tensors
+        for i, tensor in enumerate([tensors] if isinstance(tensors, Tensor) else tensors)
         if tensor.numel() > 0
     ]
-    reader, *_ = read
-    read_until = written_until = 0
-    for begin, end, argument in sorted(ranges):
+    first, *_ = read
+    reader = writer = (0, "", "")  # where the one ends that reaches furthest so far
+    for begin, end, argument, name in sorted((*_byte_range(t), a, n) for a, n, t in named):
         written = argument == "out"
-        if begin < written_until or (written and begin < read_until):
-            other = argument if not written else reader if begin < read_until else next(iter(read))
-            raise fail(
-                op,
-                f"argument 'out' must not overlap with '{other}' or in itself, first byte to "
-                "last; pass tensors made with torch.empty_like(tensor, dtype=dtype)",
-            )
-        if written:
-            written_until = max(written_until, end)
-        elif end > read_until:
-            read_until, reader = end, argument
+        if begin < writer[0]:
+            other, one, two = (first if written else argument), writer[2], name
+        elif written and begin < reader[0]:
+            other, one, two = reader[1], name, reader[2]
+        else:
+            if written:
+                writer = max(writer, (end, argument, name))
+            else:
+                reader = max(reader, (end, argument, name))
+            continue
+        raise fail(
+            op,
+            f"argument 'out' must not overlap with '{other}' or in itself, first byte to last, got "
+            f"{one} and {two} in the same memory; pass tensors made with "
+            "torch.empty_like(tensor, dtype=dtype)",
+        )
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:

@@ -22,17 +22,14 @@ inline void check_multi_cast(const TensorList& tensors, ScalarType dtype) {
   const DeviceOf device(tensors[0]);
   const int32_t strided = aoti_torch_layout_strided();
   int32_t checked_dtype = -1;  // many tensors have the dtype of the one before
-  for (const OwnedTensor& tensor : tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const OwnedTensor& tensor = tensors[i];
     const int32_t own_dtype = dtype_of(tensor);
     if (own_dtype != checked_dtype || layout_of(tensor) != strided) {
       check_castable("multi_cast", "tensors", stable_tensor(tensor));
       checked_dtype = own_dtype;
     }
-    if (!(DeviceOf(tensor) == device)) {
-      fail("multi_cast",
-           "argument 'tensors' must hold tensors on one device, got tensors on two; call it once "
-           "for each device");
-    }
+    check_same_device("multi_cast", tensors, i, device);
   }
 }
 

@@ -29,8 +29,10 @@ inline std::string text_of(const int64_t* numbers, int64_t count) {
 struct ByteRange {
   const char* begin;
   const char* end;
+  size_t index;  // in its list
 
-  ByteRange(const OwnedTensor& tensor, const Geometry& geometry, int64_t element_size) {
+  ByteRange(size_t i, const OwnedTensor& tensor, const Geometry& geometry, int64_t element_size)
+      : index(i) {
     int64_t last = 0;
     for (int64_t i = 0; i < geometry.dim; ++i) {
       last += (geometry.sizes[i] - 1) * geometry.strides[i];
@@ -61,11 +63,15 @@ struct OutOf {
   const char* op;
   std::string argument;
   bool may_be_itself;
+  bool is_list = true;
 };
 
-[[noreturn]] inline void fail_overlap(const OutOf& of) {
+[[noreturn]] inline void fail_overlap(const OutOf& of, const ByteRange& range,
+                                      const std::string& other) {
   fail(of.op, "argument 'out' must not overlap with '" + of.argument +
-                  "' or in itself, first byte to last; pass tensors made with "
+                  "' or in itself, first byte to last, got " + item("out", range.index) + " and " +
+                  other +
+                  " in the same memory; pass tensors made with "
                   "torch.empty_like(tensor, dtype=dtype)");
 }
 
@@ -78,7 +84,7 @@ inline void check_no_overlap(const OutOf& of, const std::vector<ByteRange>& read
   }
   for (size_t i = 1; i < written.size(); ++i) {
     if (written[i].begin < written[i - 1].end) {
-      fail_overlap(of);
+      fail_overlap(of, written[i - 1], item("out", written[i].index));
     }
   }
   for (const ByteRange& range : read) {
@@ -87,7 +93,7 @@ inline void check_no_overlap(const OutOf& of, const std::vector<ByteRange>& read
         std::partition_point(written.begin(), written.end(),
                              [&](const ByteRange& other) { return other.begin < range.end; });
     if (after != written.begin() && (after - 1)->end > range.begin) {
-      fail_overlap(of);
+      fail_overlap(of, *(after - 1), of.is_list ? item(of.argument, range.index) : of.argument);
     }
   }
 }
@@ -101,7 +107,7 @@ inline std::vector<ByteRange> check_out(const OutOf& of, const TensorList& tenso
                     std::to_string(tensors.size()) + ", got " + std::to_string(out.size()));
   }
   const auto fail_at = [&](size_t i, const std::string& expected) {
-    fail(of.op, "argument 'out[" + std::to_string(i) + "]' must " + expected);
+    fail(of.op, "argument '" + item("out", i) + "' must " + expected);
   };
   const int32_t code = dtype_code(dtype), strided = aoti_torch_layout_strided();
   std::vector<ByteRange> read, written;
@@ -117,12 +123,14 @@ inline std::vector<ByteRange> check_out(const OutOf& of, const TensorList& tenso
     }
     const Geometry from(tensors[i]), to(out[i]);
     if (from.dim != to.dim || !std::equal(from.sizes, from.sizes + from.dim, to.sizes)) {
-      fail_at(i, "have the shape of '" + of.argument + "[" + std::to_string(i) + "]', " +
+      fail_at(i, "have the shape of '" + item(of.argument, i) + "', " +
                      text_of(from.sizes, from.dim) + ", got " + text_of(to.sizes, to.dim) +
                      "; make it with torch.empty_like(tensor, dtype=dtype)");
     }
-    if (!(DeviceOf(out[i]) == DeviceOf(tensors[i]))) {
-      fail_at(i, "be on the device of '" + of.argument + "'");
+    if (const DeviceOf device(tensors[i]); !(DeviceOf(out[i]) == device)) {
+      fail_at(i, "be on the device of '" + of.argument + "', " + text_of(device) + ", got " +
+                     text_of(DeviceOf(out[i])) +
+                     "; make it with torch.empty_like(tensor, dtype=dtype)");
     }
     if (from.numel == 0) {
       continue;
@@ -135,9 +143,9 @@ inline std::vector<ByteRange> check_out(const OutOf& of, const TensorList& tenso
     const bool is_itself = data_of(out[i]) == data_of(tensors[i]) && dtype_of(tensors[i]) == code &&
                            same_strides(from, to);
     if (!of.may_be_itself || !is_itself) {
-      read.emplace_back(tensors[i], from, aoti_torch_dtype_element_size(dtype_of(tensors[i])));
+      read.emplace_back(i, tensors[i], from, aoti_torch_dtype_element_size(dtype_of(tensors[i])));
     }
-    written.emplace_back(out[i], to, aoti_torch_dtype_element_size(code));
+    written.emplace_back(i, out[i], to, aoti_torch_dtype_element_size(code));
   }
   check_no_overlap(of, read, written);
   return written;

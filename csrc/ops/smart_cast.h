@@ -101,6 +101,11 @@ inline bool is_sparse(int32_t layout) {
          layout == aoti_torch_layout_sparse_bsc();
 }
 
+// The name of a tensor in a list, as Python writes it.
+inline std::string item(const std::string& argument, size_t i) {
+  return argument + "[" + std::to_string(i) + "]";
+}
+
 [[noreturn]] inline void refuse(const char* op, const char* argument, const std::string& found) {
   fail(op, std::string("argument '") + argument + "' must be a dense tensor of real numbers, got " +
                found);
@@ -176,6 +181,16 @@ inline bool is_autocast_dtype(ScalarType dtype) {
       return true;
     default:
       return false;
+  }
+}
+
+// For an op that takes numbers alone with a fraction; of the tensor at a place in a list.
+inline void check_floating(const char* op, const char* argument, size_t i, const Tensor& tensor) {
+  const ScalarType dtype = scalar_type_of(tensor);
+  if (dtype != ScalarType::Double && !is_autocast_dtype(dtype)) {
+    fail(op, std::string("argument '") + argument + "' must hold floating tensors, got " +
+                 dtype_name(dtype) + " for " + item(argument, i) +
+                 "; leave it out, or call .float() on it first");
   }
 }
 

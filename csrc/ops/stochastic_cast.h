@@ -22,19 +22,11 @@ inline void check_stochastic_cast(const TensorList& tensors, ScalarType dtype, i
     fail("stochastic_cast",
          "argument 'offset' must not be negative, got " + std::to_string(offset));
   }
-  for (const OwnedTensor& one : tensors) {
-    const Tensor tensor = stable_tensor(one);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor tensor = stable_tensor(tensors[i]);
     check_castable("stochastic_cast", "tensors", tensor);
-    if (scalar_type_of(tensor) != ScalarType::Double &&
-        !is_autocast_dtype(scalar_type_of(tensor))) {
-      fail("stochastic_cast", "argument 'tensors' must hold floating tensors, got " +
-                                  dtype_name(scalar_type_of(tensor)));
-    }
-    if (!(DeviceOf(one) == DeviceOf(tensors[0]))) {
-      fail("stochastic_cast",
-           "argument 'tensors' must hold tensors on one device, got tensors on two; call it once "
-           "for each device");
-    }
+    check_floating("stochastic_cast", "tensors", i, tensor);
+    check_same_device("stochastic_cast", tensors, i, DeviceOf(tensors[0]));
   }
 }
 

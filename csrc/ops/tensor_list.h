@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "smart_cast.h"
 #include "torch_errors.h"
 
 #include <torch/csrc/stable/library.h>
@@ -166,6 +167,30 @@ struct DeviceOf {
   }
   bool operator==(const DeviceOf&) const = default;
 };
+
+// As Python writes a device; the stable ABI has no names.
+inline std::string text_of(const DeviceOf& device) {
+  std::string text = "another";
+  for (const char* name : {"cpu", "cuda", "xpu", "mps", "meta", "hpu", "mtia", "maia", "xla"}) {
+    uint32_t type = 0;
+    int32_t index = -1;
+    if (torch_parse_device_string(name, &type, &index) == TORCH_SUCCESS &&
+        static_cast<int32_t>(type) == device.type) {
+      text = name;
+    }
+  }
+  return device.index < 0 ? text : text + ":" + std::to_string(device.index);
+}
+
+// Of an op whose `tensors` are on one device.
+inline void check_same_device(const char* op, const TensorList& tensors, size_t i,
+                              const DeviceOf& first) {
+  if (const DeviceOf device(tensors[i]); !(device == first)) {
+    fail(op, "argument 'tensors' must hold tensors on one device, got tensors[0] on " +
+                 text_of(first) + " and " + item("tensors", i) + " on " + text_of(device) +
+                 "; call it once for each device");
+  }
+}
 
 // Whether memory was freed. ATen adds the offset of a tensor's first element to the null pointer
 // then; no tensor begins a tebibyte into its storage, and few at an address below.

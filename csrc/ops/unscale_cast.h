@@ -20,9 +20,7 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
          "got " +
              dtype_name(dtype));
   }
-  if (layout_of(scale) != aoti_torch_layout_strided()) {
-    check_castable("unscale_cast", "scale", stable_tensor(scale));
-  }
+  check_castable("unscale_cast", "scale", stable_tensor(scale));
   const int32_t scale_dtype = dtype_of(scale);
   const int64_t scale_numel = Geometry(scale).numel;
   if (scale_dtype != dtype_code(ScalarType::Float) || scale_numel != 1) {
@@ -33,18 +31,15 @@ inline void check_unscale_cast(const TensorList& grads, const OwnedTensor& scale
              dtype_name(static_cast<ScalarType>(scale_dtype)));
   }
   const DeviceOf device(scale);
-  for (const OwnedTensor& grad : grads) {
-    const Tensor tensor = stable_tensor(grad);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const Tensor tensor = stable_tensor(grads[i]);
     check_castable("unscale_cast", "grads", tensor);
-    if (scalar_type_of(tensor) != ScalarType::Double &&
-        !is_autocast_dtype(scalar_type_of(tensor))) {
-      fail("unscale_cast", "argument 'grads' must hold floating tensors, got " +
-                               dtype_name(scalar_type_of(tensor)));
-    }
-    if (!(DeviceOf(grad) == device)) {
-      fail("unscale_cast",
-           "argument 'grads' must hold tensors on the device of 'scale'; call it once for each "
-           "device, with scale.to(device)");
+    check_floating("unscale_cast", "grads", i, tensor);
+    if (!(DeviceOf(grads[i]) == device)) {
+      fail("unscale_cast", "argument 'grads' must hold tensors on the device of 'scale', " +
+                               text_of(device) + ", got " + item("grads", i) + " on " +
+                               text_of(DeviceOf(grads[i])) +
+                               "; call it once for each device, with scale.to(device)");
     }
   }
 }
@@ -55,8 +50,9 @@ inline void check_unscale_cast_out(const TensorList& grads, const OwnedTensor& s
   check_unscale_cast(grads, scale, dtype);
   std::vector<ByteRange> written = check_out(
       {.op = "unscale_cast", .argument = "grads", .may_be_itself = true}, grads, dtype, out);
-  check_no_overlap({.op = "unscale_cast", .argument = "scale", .may_be_itself = false},
-                   {ByteRange(scale, Geometry(scale), sizeof(float))}, written);
+  check_no_overlap(
+      {.op = "unscale_cast", .argument = "scale", .may_be_itself = false, .is_list = false},
+      {ByteRange(0, scale, Geometry(scale), sizeof(float))}, written);
 }
 
 }  // namespace smart_autocast

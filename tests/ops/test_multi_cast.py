@@ -434,10 +434,10 @@ def test_denormal_numbers_are_kept_where_arithmetic_flushes_them(threads: int) -
 
 
 def test_mixed_devices_are_an_error() -> None:
-    message = "'tensors' must hold tensors on one device"
-    with pytest.raises(RuntimeError, match=message):
-        multi_cast([sample(f32, 3), torch.empty(3, device="meta")], bf16)
-    with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
+    message = r"'tensors' must hold tensors on one device, got tensors\[0\] on cpu and "
+    with pytest.raises(RuntimeError, match=message + r"tensors\[2\] on meta; call it once for"):
+        multi_cast([*[sample(f32, 3)] * 2, torch.empty(3, device="meta")], bf16)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=message + r".* on cuda:0"):
         multi_cast([torch.empty(3), torch.empty(3, device="cuda")], bf16)
 
 
@@ -499,6 +499,8 @@ def test_errors_of_out() -> None:
         call(x, torch.empty(2, 2, dtype=bf16))
     with pytest.raises(RuntimeError, match=r"'out\[1\]' must have memory of its own"):
         call(x, torch.empty(1, dtype=bf16).expand(4))
+    with pytest.raises(RuntimeError, match=r"on the device of 'tensors', cpu, got meta; make it"):
+        call(x, y.to("meta"))
     with pytest.raises(RuntimeError, match=r"requires grad; call it under torch.no_grad"):
         multi_cast([a.clone().requires_grad_(), b], bf16, out=[x, y])
     with pytest.raises(TypeError, match="'out' must be a list or tuple of tensors, got Tensor"):
@@ -513,7 +515,7 @@ def test_overlapping_out_is_refused() -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
     a = sample(f32, 4)
     x = memory[:8].view(bf16)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=message + r".* got out\[0\] and out\[1\] in the same"):
         multi_cast([a, a], bf16, out=[x, x])
     with pytest.raises(RuntimeError, match=message):
         multi_cast([a, a], bf16, out=[x, memory[6:14].view(bf16)])

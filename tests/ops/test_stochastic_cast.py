@@ -328,7 +328,8 @@ def test_errors() -> None:
     )
     refused(RuntimeError, "'offset' must not be negative, got -1", tensor, offset=-1)
     refused(RuntimeError, "'dtype' must be torch.bfloat16, .* got", tensor, dtype=f32)
-    refused(RuntimeError, "'tensors' must hold floating tensors, got", torch.arange(3))
+    floating = r"'tensors' must hold floating tensors, got torch.int64 for tensors\[0\]; leave"
+    refused(RuntimeError, floating, torch.arange(3))
     refused(RuntimeError, "'tensors' must be a dense tensor .* got a sparse", tensor.to_sparse())
     refused(RuntimeError, "must hold tensors on one device", tensor, torch.empty(3, device="meta"))
 

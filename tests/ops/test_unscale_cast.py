@@ -222,15 +222,16 @@ def test_errors() -> None:
     one = "'scale' must be a float32 tensor of one element"
     refused(RuntimeError, one, [grad], torch.ones(2))
     refused(RuntimeError, one + ".* got 1 of torch.float64", [grad], scale.double())
-    refused(RuntimeError, "'grads' must hold floating tensors, got", [torch.arange(3)], scale)
+    floating = r"'grads' must hold floating tensors, got torch.int64 for grads\[1\]; leave it out"
+    refused(RuntimeError, floating, [grad, torch.arange(3)], scale)
     refused(
         RuntimeError, "'grads' must be a dense tensor .* got a sparse", [grad.to_sparse()], scale
     )
     refused(RuntimeError, "'grads' must be a dense tensor .* got a complex", [grad + 1j], scale)
-    devices = "'grads' must hold tensors on the device of 'scale'"
-    refused(RuntimeError, devices, [grad, torch.empty(3, device="meta")], scale)
+    devices = r"'grads' must hold tensors on the device of 'scale', cpu, got grads\[\d\] on "
+    refused(RuntimeError, devices + "meta", [grad, torch.empty(3, device="meta")], scale)
     with FakeTensorMode():
-        refused(RuntimeError, devices, [torch.empty(3, device="cuda")], torch.ones(()))
+        refused(RuntimeError, devices + "cuda:0", [torch.empty(3, device="cuda")], torch.ones(()))
 
 
 def test_vmap_over_nothing() -> None:
