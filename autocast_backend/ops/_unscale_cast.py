@@ -62,7 +62,9 @@ def check_out(
 ) -> None:
     _check_out_but_overlaps(grads, scale, dtype, out)
     none = scale.new_empty(0)  # in the place of a gradient that is written where it is
-    others = [none if reference.is_same_memory(g, o) else g for g, o in zip(grads, out, strict=True)]
+    others = [
+        none if reference.is_same_memory(g, o) else g for g, o in zip(grads, out, strict=True)
+    ]
     reference.check_no_overlap(_OP, {"grads": others, "scale": scale}, out)
 
 
