@@ -37,7 +37,7 @@ class Policy(enum.Enum):
     FP32_APPEND_DTYPE = "fp32_append_dtype"
     """Call the overload that takes a dtype, with float32."""
     PROMOTE = "promote"
-    """Cast every tensor to the widest dtype among them."""
+    """Cast tensors that differ in dtype to float32; float64 takes no part."""
     BANNED = "banned"
     """Raise: the op is not safe in a lower precision."""
 
