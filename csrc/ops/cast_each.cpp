@@ -1,21 +1,5 @@
 #include "multi_cast.h"
 
-namespace smart_autocast {
-
-void cast_each(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors = take_list(stack[0]);
-  const auto dtype = torch::stable::detail::to<ScalarType>(stack[1]);
-  check_multi_cast(tensors, dtype);
-  TensorList results;
-  results.reserve(tensors.size());
-  for (const OwnedTensor& tensor : tensors) {
-    results.push_back(cast_by_aten(tensor, dtype));
-  }
-  stack[0] = give_list(std::move(results));
-}
-
-}  // namespace smart_autocast
-
 // multi_cast as aten::to does it, one tensor after the other, in C++: for tensors that require
 // grad, each with PyTorch's own autograd node. Composite, so that nothing but these calls is ever
 // seen.
@@ -24,10 +8,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smart_autocast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(smart_autocast, CompositeImplicitAutograd, m) {
-  m.impl("cast_each", &smart_autocast::cast_each);
+  m.impl("cast_each", &smart_autocast::multi_cast);
 }
 
 // vmap's: it takes no composite op of a list without.
 STABLE_TORCH_LIBRARY_IMPL(smart_autocast, FuncTorchBatchedDecomposition, m) {
-  m.impl("cast_each", &smart_autocast::cast_each);
+  m.impl("cast_each", &smart_autocast::multi_cast);
 }

@@ -41,4 +41,7 @@ inline void check_multi_cast_out(const TensorList& tensors, ScalarType dtype,
             out);
 }
 
+// The op by ATen's casts, one after the other: what autograd can record.
+void multi_cast(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+
 }  // namespace smart_autocast
