@@ -9,7 +9,7 @@ import inspect
 import operator
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -285,6 +285,42 @@ def outside_of_modes() -> Iterator[None]:
 def in_dispatch_mode() -> bool:
     """Whether any dispatch mode is on; asking is 100 times cheaper than `outside_of_modes`."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_of_selective_checkpoint(mode: Any) -> bool:
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    return isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
+
+
+def in_selective_checkpoint() -> bool:
+    """Whether the dispatch mode of one of its two runs is on. It pairs their calls by the order."""
+    if not in_dispatch_mode():
+        return False
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(map(_is_of_selective_checkpoint, _get_current_dispatch_mode_stack()))
+
+
+@contextlib.contextmanager
+def outside_of_selective_checkpoints() -> Iterator[None]:
+    """Switch off their modes; others still see what is done."""
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    def popped() -> list[Any]:
+        return [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+
+    def push(modes: Iterable[Any]) -> None:
+        for mode in modes:
+            _push_mode(mode)
+
+    modes = popped()[::-1]
+    push(mode for mode in modes if not _is_of_selective_checkpoint(mode))
+    try:
+        yield
+    finally:
+        popped()
+        push(modes)
 
 
 def outside_of_function_modes() -> contextlib.AbstractContextManager[Any]:

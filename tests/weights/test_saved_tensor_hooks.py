@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support import assert_same_bits
 
@@ -122,3 +123,100 @@ def test_what_is_cast_without_gradients_in_a_checkpoint(inside: bool) -> None:
         return found
 
     assert_same_bits(gradient(True), gradient(False))
+
+
+def _products_saved() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+def _casts_saved() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten._to_copy.default])
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("contexts", [_products_saved, _casts_saved])
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_compiled_blocks_in_a_selective_checkpoint(
+    lifetime: str, contexts: Any, inside: bool
+) -> None:
+    """It pairs the calls of its two runs by their order, and raises where the first found the casts
+    of an earlier call of the scope, and the second has to make them. So does eager mode, whose
+    gradients here are those without a checkpoint; stock does not."""
+
+    def gradients(compiled: bool) -> list[Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        first, second = blocks = nn.ModuleList([Block(), Block()])
+        frozen = second.up.requires_grad_(False)
+        for block in blocks if compiled else []:
+            block.compile(**ours(weight_cache=lifetime))
+
+        def both(x: torch.Tensor) -> Any:
+            return second(first(x))
+
+        with bf16():
+            if lifetime == "scope":
+                with torch.no_grad():
+                    first(data(3, 19))
+            x, loss = data(3, 19) * 1, torch.zeros(())
+            for _ in range(2):
+                if compiled:
+                    x = checkpoint(both, x, use_reentrant=False, context_fn=contexts)
+                else:
+                    x = both(x)
+                loss = loss + x.float().square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [loss, *(p.grad for p in blocks.parameters()), *frozen.parameters()]
+
+    assert_same_bits(gradients(compiled=True), gradients(compiled=False))
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_a_selective_checkpoint_takes_no_cast_for_another(lifetime: str) -> None:
+    """Inside of the context its second run finds the casts of weights, and the first cast that it
+    makes, of the input, had the place of a weight's: of the same shape, so nobody would notice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(19, 19, bias=False) for _ in range(2)))
+    compiled = torch.compile(lambda x: model(x), **ours(weight_cache=lifetime))
+
+    def gradients(checkpointed: bool) -> list[Any]:
+        model.zero_grad()
+        with bf16():
+            x = data(19, 19) * 1
+            if checkpointed:
+                x = checkpoint(compiled, x, use_reentrant=False, context_fn=_casts_saved)
+            else:
+                x = model(x)
+            x.float().square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_same_bits(gradients(True), gradients(False))
+
+
+def test_other_modes_see_the_casts_in_a_selective_checkpoint() -> None:
+    class Casts(TorchDispatchMode):
+        made = 0
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.made += func is torch.ops.aten._to_copy.default
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Linear(19, 19)
+    compiled = torch.compile(lambda x: model(x), **ours())
+    modes = []
+    for context in (_products_saved, None):
+        with Casts() as casts, bf16():
+            extra = {} if context is None else {"context_fn": context}
+            checkpoint(compiled, data(3, 19), use_reentrant=False, **extra)
+        assert torch._C._len_torch_dispatch_stack() == 0
+        modes.append(casts.made)
+    assert modes == [3, 3]  # of the weight, the bias and the input
