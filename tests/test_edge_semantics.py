@@ -687,3 +687,26 @@ def test_numpy_knows_no_autocast(way: str, grad: bool) -> None:
     expected = results(function)
     assert [y.dtype for y in expected[:3]] == [torch.float32, torch.bfloat16, torch.float32]
     assert_same_bits(results(compiled), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_known_what_torchscript_casts_is_not_seen() -> None:
+    """Dynamo traces the Python code of a scripted function, with each backend. TorchScript, which
+    runs it in eager mode, has casts of its own under autocast: it divides in float32."""
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return x / 2.0
+
+    scripted = torch.jit.script(half)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return scripted(x)
+
+    x = randn(4).bfloat16()
+    with torch.autocast(**BF16):
+        assert function(x).dtype is torch.float32
+        for backend in ("eager", "aot_eager", "smart_autocast"):
+            torch._dynamo.reset()
+            result = torch.compile(function, fullgraph=True, backend=backend)(x)
+            assert result.dtype is torch.bfloat16
+            assert_same_bits(result, half(x))
