@@ -265,6 +265,8 @@ _LOWERING_CASTS = tuple(
     for name in ("autocast_to_fp16", "autocast_to_bf16", "autocast_to_reduced_precision")
 )
 
+_PROMOTE = torch.ops.smart_autocast.promote.default
+
 
 def _is_lowering_cast(node: fx.Node) -> bool:
     if node.target not in _LOWERING_CASTS:
@@ -343,11 +345,15 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """The calls that read a tensor. One that returns it as it is - `w.float()` of a float32 `w` -
-    stands for those that read its result."""
+    stands for those that read its result, and so does `promote`, which returns it among others."""
     value = node.meta.get("example_value")
     for user in node.users:
         if value is not None and user.meta.get("example_value") is value:
             yield from _readers(user)
+        elif value is not None and user.target is _PROMOTE and "example_value" in user.meta:
+            for result in user.users:
+                if result.meta.get("example_value") is value:
+                    yield from _readers(result)
         else:
             yield user
 

@@ -431,6 +431,47 @@ def test_a_weight_that_is_read_without_a_cast_too() -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
 
 
+@pytest.mark.parametrize("joined_first", [True, False])
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda q, k, low: torch.cat([q, k]),
+        lambda q, k, low: torch.stack([q, k]),
+        lambda q, k, low: torch.cat([q, low, k]),
+    ],
+    ids=["cat", "stack", "cat_mixed"],
+)
+def test_weights_that_are_joined_too(join: Any, joined_first: bool) -> None:
+    """Two weights are read by `cat`, which promotes, and by a linear layer each."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+            self.k = nn.Linear(8, 8)
+            self.register_buffer("low", data(8, 8).bfloat16())
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if not joined_first:
+                apart = self.q(x), self.k(x)
+            joined = x @ join(self.q.weight, self.k.weight, self.low).mT
+            if joined_first:
+                apart = self.q(x), self.k(x)
+            return joined, *apart
+
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model = make(Joined)
+        compiled = torch.compile(model, **arguments)
+        with bf16():
+            results = [*compiled(data(3, 8)), *compiled(data(3, 8) * 2)]
+        sum(y.float().square().sum() for y in results).backward()  # type: ignore[union-attr]
+        return [p.grad for p in model.parameters()]
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 4
+
+
 def _assigned(y: torch.Tensor, w: torch.Tensor) -> None:
     y[:] = y * w.detach() + w
 
