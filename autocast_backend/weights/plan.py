@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from .. import _logging
-from .._torch.aot import compiling_again
+from .._torch.aot import compiling_again, in_function_mode, outside_of_function_modes
 from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
 from .._torch.fake_tensors import numbers_as_first_traced
 from .._torch.hooks import saved_tensor_hooks_are_on
@@ -140,11 +140,19 @@ class _Outside:
         return self.in_scope(self._weights.scope(), args)
 
     def in_scope(self, scope: Scope | None, args: Sequence[Any]) -> Any:
+        if in_function_mode():  # autocast casts below such modes
+            with outside_of_function_modes():
+                given = self._given(scope, args)
+        else:
+            given = self._given(scope, args)
+        return self._code(*given)
+
+    def _given(self, scope: Scope | None, args: Sequence[Any]) -> list[Any]:
         # Autograd runs newer nodes first: in this order a weight's gradients are added up.
         older = [_with_own_node(args[i]) for i in self._older]
         casts = self._weights.casts([args[i] for i in self._positions], scope)
         newer = [_with_own_node(args[i]) for i in self._newer]
-        return self._code(*[args[i] for i in self._kept], *older, *newer, *casts)
+        return [*(args[i] for i in self._kept), *older, *newer, *casts]
 
 
 def _with_own_node(weight: torch.Tensor) -> torch.Tensor:

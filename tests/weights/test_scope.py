@@ -82,6 +82,53 @@ def test_a_scope_can_start_in_any_mode(mode: Any) -> None:
         assert scope is current_scope()
     assert scope.contents is None
 
+class DoublesCasts(TorchFunctionMode):
+    """Autocast casts below it, so it sees none."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if getattr(function, "__name__", "") in CASTS else result
+
+
+CASTS = ("to", "bfloat16", "half", "alias.default")
+
+
+class Table(nn.Module):
+    """Reads a weight without a cast, too: in a graph, before and after the cast is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(8, 8)), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = nn.functional.embedding(torch.arange(3), self.weight)
+        return nn.functional.linear(self.norm(x + read), self.weight) + self.weight.sum()
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize("state", [BF16, FP16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [Net, Table])
+def test_modes_of_functions_do_not_see_the_casts(kind: Any, state: Any, lifetime: str) -> None:
+    def steps(compiled: bool) -> list[Any]:
+        model = make(kind)
+        run = torch.compile(model, **ours(weight_cache=lifetime)) if compiled else model
+        outputs = []
+        for _ in range(2):
+            with torch.autocast(**state):
+                with DoublesCasts():
+                    y = run(data(3, 8))
+                with torch.no_grad():
+                    outputs += [run(data(3, 8)), run(data(3, 8))]
+                    with DoublesCasts():
+                        outputs += [run(data(3, 8)), run(data(3, 8))]
+            y.float().square().mean().backward()
+            outputs.append(y)
+        return [*outputs, *(p.grad for p in model.parameters())]
+
+    assert_same_bits(steps(compiled=True), steps(compiled=False))
+
 
 def test_the_flags_are_left_as_they_were() -> None:
     torch.set_autocast_enabled("cpu", False)
