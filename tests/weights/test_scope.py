@@ -82,6 +82,7 @@ def test_a_scope_can_start_in_any_mode(mode: Any) -> None:
         assert scope is current_scope()
     assert scope.contents is None
 
+
 class DoublesCasts(TorchFunctionMode):
     """Autocast casts below it, so it sees none."""
 
