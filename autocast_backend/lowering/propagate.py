@@ -55,6 +55,8 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     inputs = [n.meta.get("example_value") for n in placeholders]
     fake_mode = fake_mode_of(inputs)
+    if fake_mode is None:  # a graph without tensors for inputs makes its own
+        fake_mode = fake_mode_of([n.meta.get("example_value") for n in graph_module.graph.nodes])
     if fake_mode is not None:
         passed_over = PassedOver(context.overrides)
         overrider = Overrider(context.overrides, context.validate, context.overridden, passed_over)

@@ -10,6 +10,7 @@ from torch import fx
 
 from .._torch.aot import outside_of_inference_mode
 from .._torch.autocast import wrap_with_autocast
+from .._torch.fake_tensors import fake_mode_of
 from ..graphs import check_graph_module, nodes_of
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
@@ -34,7 +35,8 @@ def lower_autocast(
             as `torch.export` and `make_fx(pre_dispatch=True)` make it: its regions are enter and
             exit nodes or `wrap_with_autocast` calls. Every input and call has its value, a fake
             tensor, in `meta["example_value"]` or `meta["val"]`: that under eager autocast, without
-            `ambient`. It is left as it is.
+            `ambient`. `make_fx` writes them with `tracing_mode` "fake" or "symbolic", and forgets
+            which inputs require grad: see "Returns". The graph is left as it is.
         ambient: the autocast state around the graph: an `AutocastState`, the arguments of one
             `torch.autocast`, or a sequence of them. Regions inside the graph come on top. The
             values of all calls are computed anew under it, from those of the inputs.
@@ -46,22 +48,53 @@ def lower_autocast(
         get: the same graph serves float32, bfloat16, float16 and float64 inputs as eager autocast
         does. Calls without a policy of their own that were proved equal, and brackets, were proved
         for the dtypes of the example values. A custom op without a rule for autocast, whose kernel
-        nobody sees, stays in a bracket. Brackets are written as the regions were.
+        nobody sees, stays in a bracket. Brackets are written as the regions were. An input whose
+        value requires grad is cast once for all its uses, as eager's weight cache has it, where
+        the graph does not switch that cache off (`make_fx` does in the regions that it writes).
+        Elsewhere the gradients of an input that is cast twice add up in float32.
 
     Raises:
-        TypeError, ValueError: an argument that is not what it should be, or a graph without example
-            values.
+        TypeError, ValueError: an argument that is not what it should be, a graph without example
+            values or with those of several fake modes, or one with calls of submodules whose
+            values are to be computed anew, for `ambient` or `policies`.
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
     """
     check_graph_module(graph_module)
+    _check_one_fake_mode(graph_module)
     overrides = bind(parse_overrides("policies", policies), graph_module)
     flat, _ = hops_to_regions(graph_module)
     context = Context(ambient=AutocastState.of(ambient), overrides=overrides, watched=False)
-    lower_flat(flat, context, propagated=not context.ambient.enabled_devices)
+    propagated = not context.ambient.enabled_devices
+    if context.overrides or not propagated:
+        _check_no_submodules(graph_module)
+    lower_flat(flat, context, propagated)
     if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
         flat, _ = regions_to_hops(flat)
     return flat
+
+
+def _check_one_fake_mode(graph_module: fx.GraphModule) -> None:
+    """Refuse values that no op can take together."""
+    values = [n.meta.get("val", n.meta.get("example_value")) for n in graph_module.graph.nodes]
+    modes = {id(mode) for value in values if (mode := fake_mode_of([value])) is not None}
+    if len(modes) > 1:
+        raise ValueError(
+            f"graph_module: its example values are of {len(modes)} fake modes; expected those of "
+            'one, as make_fx writes them with tracing_mode="fake" or "symbolic", and not with '
+            '"real", its default'
+        )
+
+
+def _check_no_submodules(graph_module: fx.GraphModule) -> None:
+    """Refuse calls of submodules: their parameters are no fake tensors."""
+    for node in nodes_of(graph_module):
+        if node.op == "call_module":
+            raise ValueError(
+                f"graph_module: node {node.name!r} calls the submodule {node.target!r}, whose "
+                "value cannot be computed anew, as for ambient= and policies=; expected calls of "
+                "functions, as Dynamo and make_fx write them, and torch.fx.symbolic_trace does not"
+            )
 
 
 def lower_flat(

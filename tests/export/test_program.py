@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import autocast_backend.export
 from autocast_backend import lower_autocast
@@ -499,6 +501,43 @@ def test_a_pre_dispatch_graph() -> None:
     assert_same_bits(lowered(X, w), traced(X, w))
     assert all("val" in n.meta for n in lowered.graph.nodes if n.op == "call_function")
     assert not any("example_value" in n.meta for n in lowered.graph.nodes)
+
+
+def test_example_values_of_several_fake_modes() -> None:
+    """Each value of a graph that `make_fx` traces with real tensors has a fake mode of its own."""
+    graph = make_fx(traced, pre_dispatch=True)(X, torch.randn(8, 8))
+    for ambient in ((), BF16):
+        with pytest.raises(ValueError, match=r"^graph_module: .* fake modes; .*tracing_mode="):
+            lower_autocast(graph, ambient=ambient)
+
+
+def test_submodules_whose_values_are_to_be_computed_anew() -> None:
+    graph = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8)))
+    FakeTensorProp(graph, FakeTensorMode(allow_non_fake_inputs=True)).propagate(X)
+    for arguments in ({"ambient": BF16}, {"policies": {"op": {"aten::linear": "fp32"}}}):
+        with pytest.raises(ValueError, match=r"^graph_module: node '_0' calls the submodule '0'"):
+            lower_autocast(graph, **arguments)
+
+
+def applied_twice(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(F.linear(x, w).relu(), w)
+
+
+def test_values_that_require_grad_in_a_pre_dispatch_graph() -> None:
+    """`make_fx` forgets that inputs require grad. Told so, their gradients add up as in eager."""
+    w, v = (torch.eye(8).add(0.3).requires_grad_() for _ in range(2))
+    graph = make_fx(applied_twice, tracing_mode="fake", pre_dispatch=True)(X, w)
+    value = graph.graph.find_nodes(op="placeholder")[1].meta["val"]
+    assert not value.requires_grad
+    value.requires_grad_()
+    lowered = lower_autocast(graph, ambient=BF16)
+    with torch.autocast(**BF16):
+        expected = applied_twice(X, w)
+    actual = lowered(X, v)
+    assert_same_bits(actual, expected)
+    for result in (expected, actual):
+        result.float().square().sum().backward()
+    assert_same_bits(v.grad, w.grad)
 
 
 @torch.library.custom_op("smart_autocast_tests::product", mutates_args=())

@@ -831,6 +831,26 @@ def test_an_interpolation_is_named_by_its_op(function: Any, op: str) -> None:
         assert (result.dtype is torch.bfloat16, named) == (op == asked, op == asked)
 
 
+def product_of_its_own(size: int) -> torch.Tensor:
+    x = torch.linspace(-1, 1, size * size).view(size, size)
+    return x @ x + 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("policy", ["fp32", "off"])
+def test_a_graph_without_tensors_for_inputs(policy: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        product_of_its_own,
+        backend="smart_autocast",
+        dynamic=dynamic,
+        options={"inner": "aot_eager", "policies": {"op": {"aten::matmul": policy}}},
+    )
+    with torch.autocast(**BF16):
+        actual = compiled(5)
+    assert_same_bits(actual, product_of_its_own(5))
+
+
 @torch._dynamo.allow_in_graph
 def softmax(x: torch.Tensor) -> torch.Tensor:
     return x * 2
