@@ -831,6 +831,34 @@ def test_an_interpolation_is_named_by_its_op(function: Any, op: str) -> None:
         assert (result.dtype is torch.bfloat16, named) == (op == asked, op == asked)
 
 
+def test_a_module_below_the_one_that_is_named_counts_whoever_calls_it() -> None:
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)  # type: ignore[no-any-return]
+
+        def score(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.head(x), x @ x.mT
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = Head()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.a(x), self.a.head(x), *self.a.score(x)
+
+    torch.compiler.reset()
+    options = {"inner": "aot_eager", "policies": {"module": {"a": "fp32"}}}
+    compiled = torch.compile(Model(), backend="smart_autocast", options=options)
+    with torch.no_grad(), torch.autocast(**BF16):
+        dtypes = [y.dtype for y in compiled(torch.randn(8, 8))]
+    assert dtypes == [torch.float32] * 3 + [torch.bfloat16]
+
+
 def product_of_its_own(size: int) -> torch.Tensor:
     x = torch.linspace(-1, 1, size * size).view(size, size)
     return x @ x + 1
