@@ -42,7 +42,7 @@ _look_at_tensors: Callable[[object, tuple[type, ...]], int] = (
     else _look_in_python
 )
 # What `tensor.to(dtype)` is too, with less to find out about its arguments.
-_METHODS = {
+METHODS = {
     torch.float64: Tensor.double,
     torch.float32: Tensor.float,
     torch.float16: Tensor.half,
@@ -233,9 +233,9 @@ def multi_cast(
         tensor = tensors[0]
         if (
             type(tensor) in _PLAIN
-            and tensor.dtype in _METHODS
+            and tensor.dtype in METHODS
             and type(dtype) is torch.dtype
-            and dtype in _METHODS
+            and dtype in METHODS
             and tensor.layout is torch.strided
             and not tensor.is_nested
             and rounding == "nearest-even"
@@ -254,7 +254,7 @@ def multi_cast(
                 )
                 or (tensor.is_cuda and (tensor.dtype, dtype) in _FAST_BY_PYTORCH_ON_CUDA)
             ):
-                return [tensor.clone() if tensor.dtype is dtype else _METHODS[dtype](tensor)]
+                return [tensor.clone() if tensor.dtype is dtype else METHODS[dtype](tensor)]
             if may_skip_autograd():
                 return _below_autograd(tensors, dtype)
     elif (  # The same of a few; a loop over one would be a fifth of its cast.
@@ -263,14 +263,14 @@ def multi_cast(
         and out is None
         and seed is None
         and type(dtype) is torch.dtype
-        and dtype in _METHODS
+        and dtype in METHODS
         and rounding == "nearest-even"
         and type(offset) is int
         and offset == 0
         and not is_compiling()
         and _are_few(tensors)
     ):
-        method = _METHODS[dtype]
+        method = METHODS[dtype]
         return [t.clone() if t.dtype is dtype else method(t) for t in tensors]
     compiling = is_compiling()
     found = _NOT_PLAIN if compiling else _look_at_tensors(tensors, _PLAIN_TYPES)
@@ -320,7 +320,7 @@ def _are_few(tensors: Sequence[Tensor]) -> bool:
             type(tensor) in _PLAIN
             and (tensor.is_cpu or tensor.is_cuda)
             and tensor.get_device() == index
-            and tensor.dtype in _METHODS
+            and tensor.dtype in METHODS
             and ((few and tensor.is_cpu) or (grad and tensor.requires_grad))
             and tensor.numel() < _MUCH
             and tensor.layout is torch.strided

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.aot import in_selective_checkpoint, outside_of_selective_checkpoints
 from .._torch.cuda_graphs import Place, recorded_outputs
 from .._torch.fake_tensors import makes_fake_tensors
 from .._torch.fsdp import managed_by_fsdp
@@ -100,9 +99,6 @@ class GraphWeights:
                 return self.casts(weights, scope)
         if makes_fake_tensors() or is_fake(weights[0]):  # somebody is asking for shapes
             return [w.to(d) for w, d in zip(weights, self._dtypes, strict=True)]
-        if in_selective_checkpoint():  # one of its runs may find casts that the other has to make
-            with outside_of_selective_checkpoints():
-                return self.casts(weights, scope)
         contents = None if scope is None else scope.contents
         with Shared.lock:
             # What is made while a CUDA graph is captured is computed when that is replayed, each

@@ -24,7 +24,13 @@ import torch
 from torch import fx
 
 from .. import _logging
-from .._torch.aot import compiling_again, in_function_mode, outside_of_function_modes
+from .._torch.aot import (
+    compiling_again,
+    in_function_mode,
+    in_selective_checkpoint,
+    outside_of_function_modes,
+    outside_of_selective_checkpoints,
+)
 from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
 from .._torch.fake_tensors import numbers_as_first_traced
 from .._torch.hooks import saved_tensor_hooks_are_on
@@ -140,8 +146,10 @@ class _Outside:
         return self.in_scope(self._weights.scope(), args)
 
     def in_scope(self, scope: Scope | None, args: Sequence[Any]) -> Any:
-        if in_function_mode():  # autocast casts below such modes
-            with outside_of_function_modes():
+        # Autocast casts below modes of functions. Of the two runs of a selective checkpoint one may
+        # find casts that the other has to make.
+        if in_function_mode() or in_selective_checkpoint():
+            with outside_of_function_modes(), outside_of_selective_checkpoints():
                 given = self._given(scope, args)
         else:
             given = self._given(scope, args)

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from .._torch.dynamo import never_traced
+from ..ops.casts import METHODS
 from .cast import Cast, Key
-
-_METHODS = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half}
 
 
 def cast_each(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The casts of weights that require grad, each with an autograd node of its own: what
     `multi_cast` makes of them, too, with code that is cold after a model's."""
-    method = _METHODS.get(dtype)
+    method = METHODS.get(dtype)
     return [w.to(dtype) for w in weights] if method is None else list(map(method, weights))
 
 
