@@ -15,6 +15,7 @@ from .._torch.aot import outside_of_inference_mode
 from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.dynamo import is_higher_order_op
 from .._torch.export import erase_tracepoints, with_graph
+from .._torch.tensors import is_of_transform
 from ..graphs import copy_graph, names_of, nodes_of
 from ..lowering.context import Context
 from ..lowering.propagate import propagate
@@ -192,6 +193,13 @@ def _check(program: Any) -> None:
             "run_decompositions() has made: its casts have dtypes already. Lower it first, and "
             "decompose what lower returns"
         )
+    for name, value in program.constants.items():
+        if isinstance(value, torch.Tensor) and is_of_transform(value):
+            raise ValueError(
+                f"exported_program: expected one that runs itself; its constant {name!r} is a "
+                "wrapper that a torch.func transform made while torch.export.export traced it. "
+                "Export the model without the transform"
+            )
 
 
 def check_device_type(device_type: Any, argument: str = "device_type") -> None:

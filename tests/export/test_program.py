@@ -53,6 +53,20 @@ def test_the_given_program_is_left_alone() -> None:
     assert str(program) == before
 
 
+class Slope(nn.Module):
+    """Exported, this keeps wrappers of `torch.func` for constants, and gives a fake tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(**BF16):
+            return torch.func.grad(lambda y: (y @ y.T).float().sum())(x)
+
+
+def test_an_export_of_a_transform_that_does_not_run_itself() -> None:
+    program = torch.export.export(Slope(), (X,), strict=False)
+    with pytest.raises(ValueError, match=r"^exported_program: .*'lifted_tensor_.*torch\.func"):
+        lower(program)
+
+
 def test_lowered_twice_is_lowered_once() -> None:
     lowered = lower(torch.export.export(Layer(region=True), (X,)))
     assert str(lower(lowered).graph) == str(lowered.graph)
