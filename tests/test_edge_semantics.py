@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -690,7 +691,7 @@ def test_numpy_knows_no_autocast(way: str, grad: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_known_what_torchscript_casts_is_not_seen() -> None:
+def test_what_torchscript_casts_is_not_seen_but_told(caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo traces the Python code of a scripted function, with each backend. TorchScript, which
     runs it in eager mode, has casts of its own under autocast: it divides in float32."""
 
@@ -702,11 +703,30 @@ def test_known_what_torchscript_casts_is_not_seen() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return scripted(x)
 
+    def compiled(function: Any, x: torch.Tensor, backend: str = "smart_autocast") -> Any:
+        torch._dynamo.reset()
+        caplog.clear()
+        return torch.compile(function, backend=backend)(x)
+
     x = randn(4).bfloat16()
+    apart = torch.compiler.disable(function)
     with torch.autocast(**BF16):
         assert function(x).dtype is torch.float32
         for backend in ("eager", "aot_eager", "smart_autocast"):
-            torch._dynamo.reset()
-            result = torch.compile(function, fullgraph=True, backend=backend)(x)
+            result = compiled(function, x, backend)
             assert result.dtype is torch.bfloat16
             assert_same_bits(result, half(x))
+        (told,) = caplog.messages
+        assert re.search(r"^half \(.*test_edge_semantics.py:\d+\) is .*torch.jit.script", told)
+        assert_same_bits(compiled(lambda x: apart(x * 2) * 2, x), apart(x * 2) * 2)  # as it says
+        assert not caplog.messages
+        compiled(function, x.float())
+        assert not caplog.messages
+        before = torch._C._jit_set_autocast_mode(False)
+        try:
+            compiled(function, x)
+            assert not caplog.messages
+        finally:
+            torch._C._jit_set_autocast_mode(before)
+    compiled(function, x)
+    assert not caplog.messages

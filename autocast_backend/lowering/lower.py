@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._logging import log
 from .._torch.dynamo import is_numpy_call
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.inside import opaque_ops
@@ -37,6 +38,7 @@ from .other_dtypes import judge_other_dtypes
 from .planning import Candidate, Plan, plan_graph
 from .propagate import propagate
 from .proving import judge
+from .scripted import told_of_scripted
 from .transforms import judge_transforms
 from .writing import Writer
 
@@ -64,6 +66,8 @@ def lower(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if keepers and context.may_stay_eager:
             report.keepers = keepers
             return graph_module
+        for told in told_of_scripted(candidates):
+            log.warning("%s", told)
         with report.timed("lowering"):
             writers = {plan.module: Writer(plan, fake_mode, names, report) for plan in plans}
             for writer in writers.values():
