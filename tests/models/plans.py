@@ -232,7 +232,9 @@ def put_right(plan: Plan) -> Plan:
     around = {a for _, around in plan.blocks for a in around}
     whole = plan.compiled in ("model", "in place", "forward") and plan.ambient
     whole = whole and not around & OWN_REGIONS and not names & READS_STATE
-    if not whole or names & BREAKS or not plan.cache_enabled:
+    # Outside of regions, where Dynamo traces with the option, a convolution may not mix dtypes.
+    mixes = plan.input_dtype is not torch.float32 and any(n.startswith("conv") for n in names)
+    if not whole or names & BREAKS or mixes or not plan.cache_enabled:
         changed |= {"option": False}
     if not whole or names & BREAKS or plan.compiled_autograd:
         changed |= {"backward": "auto"}
