@@ -219,6 +219,28 @@ def test_a_custom_op_that_autocast_does_not_change(product: Any, call: Any) -> N
     assert_same_bits(actual, call(product, x, w))
 
 
+def test_functions_that_dynamo_does_not_trace_read_weights_of_their_own() -> None:
+    """Under autocast, the cast of such a weight on fake tensors is none that a trace may find."""
+    hidden = torch.nn.Linear(4, 4)
+
+    @torch._dynamo.nonstrict_trace
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return hidden(x.sin())
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return layer(x @ w) + x @ w
+
+    compiled = torch.compile(function, **OURS)
+    x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad(), torch.autocast(**BF16):
+            actual = [compiled(x, w) for _ in range(2)]
+        with torch.no_grad(), torch.autocast(**BF16):
+            expected = [function(x, w) for _ in range(2)]
+            hidden.weight.mul_(2)
+        assert_same_bits(actual, expected)
+
+
 @needs_torch(2, 12, because="a leaf function under autocast raises with gradients")
 @pytest.mark.parametrize("region", [BF16, FP16])
 def test_leaf_functions_are_called_under_autocast(region: dict[str, Any]) -> None:

@@ -397,6 +397,12 @@ def is_nested_region(node: torch.fx.Node) -> bool:
     return node.target is torch.ops.higher_order.invoke_subgraph
 
 
+def is_nonstrict(node: torch.fx.Node) -> bool:
+    """Whether a node calls a function marked by `torch._dynamo.nonstrict_trace`, which may read
+    tensors that are no inputs of the graph."""
+    return getattr(node.target, "__name__", "").startswith("flat_apply")
+
+
 def input_name(node: torch.fx.Node) -> str:
     """What an input is called in the user's program, such as `self.blocks.0.weight`; where Dynamo
     did not say, its name in the graph."""

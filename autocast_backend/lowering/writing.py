@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from .._torch.autocast import disable_autocast, enter_autocast, exit_autocast
+from .._torch.dynamo import is_nonstrict
 from .._torch.fake_tensors import observing
 from .._torch.higher_order import call_leaf_function_under
 from .._torch.inside import opaque_ops
@@ -223,9 +224,18 @@ class Writer:
         for enter in reversed(entered):
             with self.graph.inserting_after(at):
                 at = self.graph.call_function(exit_autocast, (enter,))
-        if self.plan.retraced and cache:
-            with self.graph.inserting_after(at):
+        if cache and any(is_nonstrict(c.node) and not c.grad for c in run):
+            # Dynamo, too, has traced what it reads of its own. (Where autograd records, PyTorch
+            # has no gradients for that, and the error of a second trace says more than none.)
+            with self.graph.inserting_before(entered[0]):
                 self.graph.call_function(torch.clear_autocast_cache)
+            self._clear_cache_after(at)
+        elif self.plan.retraced and cache:
+            self._clear_cache_after(at)
+
+    def _clear_cache_after(self, node: fx.Node) -> None:
+        with self.graph.inserting_after(node):
+            self.graph.call_function(torch.clear_autocast_cache)
 
 
 def _drop_operand(calls: Iterable[fx.Node], body: fx.Graph, operand: fx.Node) -> None:
