@@ -10,11 +10,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from .._torch.torchscript import casts_in_torchscript, scripted_functions
+from ..state import AMBIENT_DTYPES
 from . import recipes
 from .planning import Candidate
 
 _FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
-_REDUCED = (torch.bfloat16, torch.float16)
 
 
 def told_of_scripted(candidates: Sequence[Candidate]) -> list[str]:
@@ -29,7 +29,7 @@ def told_of_scripted(candidates: Sequence[Candidate]) -> list[str]:
         lines[code.co_filename, code.co_name] = range(code.co_firstlineno, last + 1)
     found: dict[tuple[str, str], None] = {}
     for c in candidates:
-        if any(dtype in _REDUCED for dtype in _dtypes(c.node)):
+        if any(dtype in AMBIENT_DTYPES for dtype in _dtypes(c.node)):
             for file, line, name in _FRAME.findall(c.node.meta.get("stack_trace") or ""):
                 if int(line) in lines.get((file, name), ()):
                     found[file, name] = None
