@@ -13,6 +13,7 @@ from torch import fx
 from . import _logging
 from ._torch.aot import marks_heeded, outputs_in_their_places, training_graphs
 from ._torch.autocast import wrap_with_autocast
+from ._torch.checkpoints import marked_in_checkpoints
 from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
     counters,
@@ -182,7 +183,9 @@ def _compile(
             compiled = with_autocast_off(compiled)
         if dtypes:
             compiled = for_dtypes(compiled, dtypes)
-        return compiled if changes is None else changing_state(compiled, changes)
+        if changes is not None:
+            compiled = changing_state(compiled, changes)
+        return marked_in_checkpoints(compiled) if is_recorded(module) else compiled
 
     # Dynamo does so, too, without wrapping twice; here for those who call the backend themselves.
     compiled = torch.compiler.disable(plan.compile(compile_graph), reason="compiled code")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import (
+    CheckpointError,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
 
 from tests.aot.harness import (
@@ -177,6 +182,81 @@ def test_a_compiled_block_inside_a_checkpoint(way: str, reentrant: bool) -> None
         return found
 
     assert not list(differences(steps(**AOT_EAGER), steps(**ORACLE)))
+
+
+class Blocks(nn.Module):
+    """Blocks of one class, each in a checkpoint, with a batch that grows from one to the next."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            self.b = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(self.a(x).sin())
+
+    def __init__(self, *, growing: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        self.growing = growing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False)
+            if self.growing:
+                x = torch.cat([x, x[: i + 3]])
+        return x
+
+    def compile_blocks(self) -> Blocks:
+        for block in self.blocks:
+            block.compile(**AOT_EAGER)
+        return self
+
+
+EAGER = functools.partial(torch.compiler.set_stance, "force_eager")
+
+
+@pytest.mark.parametrize("eager_run", ["first", "second", "second, by vmap"])
+def test_a_checkpoint_whose_runs_are_not_both_compiled_raises(eager_run: str) -> None:
+    """They save as many tensors, of the same shapes, but others: gradients would be wrong by more
+    than themselves."""
+    model = Blocks().compile_blocks()
+    x = torch.randn(8, 8, requires_grad=True)
+    with torch.autocast(**BF16):
+        with EAGER() if eager_run == "first" else contextlib.nullcontext():
+            loss = model(x).float().square().sum()
+        if "vmap" in eager_run:
+            torch.vmap(model.blocks[0])(x.detach()[None])
+    with (
+        EAGER() if eager_run == "second" else contextlib.nullcontext(),
+        pytest.raises(CheckpointError, match="saved"),
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("growing", [False, True])
+def test_checkpoints_around_compiled_blocks(growing: bool, early_stop: bool) -> None:
+    """Two backwards, and nothing of the checkpoints stays."""
+
+    def step(model: Blocks) -> list[Any]:
+        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        with torch.autocast(**BF16), set_checkpoint_early_stop(early_stop):
+            loss = model(x).float().square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(o).__module__ == "torch.utils.checkpoint" for o in gc.get_objects())
+
+    before = alive()
+    results = step(Blocks(growing=growing).compile_blocks())
+    assert alive() == before
+    assert_same_bits(results, step(Blocks(growing=growing)))
 
 
 @pytest.mark.skipif(

@@ -1,0 +1,53 @@
+"""Checkpoints around compiled code.
+
+A checkpoint that is not reentrant pairs the tensors that its two runs save by their order, and
+compares no more than their number, shapes, dtypes and devices. A compiled graph saves others than
+its code does in Python, often as many, of the same shapes. Where Dynamo has Python run the code in
+one of the two runs (`torch.compiler.set_stance("force_eager")`, a `torch.vmap` over the same class
+in between), the backward would compute with the wrong ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class _CompiledCall:
+    """Given to a checkpoint before each call of a graph, as if it was a tensor that the code saves.
+    Where one run alone calls the graph, numbers or shapes differ, and the checkpoint raises an
+    error, which may show these fields."""
+
+    shape = (
+        "none: a call of a graph that torch.compile made, in one of the two runs alone; Python ran "
+        "its code in the other. Compile the checkpoint with the code"
+    )
+    dtype = None
+    device = None
+    requires_grad = False
+
+
+_CALL = _CompiledCall()
+_HELD = "smart_autocast_compiled_calls"
+
+
+def marked_in_checkpoints(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell a checkpoint around the call, if there is one, that this graph is called."""
+
+    def run(*args: Any) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+            return compiled(*args)
+        pack: Callable[[Any], Any] = hooks[0]
+        packed = pack(_CALL)
+        results = compiled(*args)
+        for value in pytree.tree_leaves(results):
+            node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
+            if node is not None:  # the checkpoint compares what is alive when the backward runs
+                node.metadata.setdefault(_HELD, []).append(packed)
+        return results
+
+    return run
