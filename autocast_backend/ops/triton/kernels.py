@@ -91,6 +91,7 @@ def convert(value, TO: tl.constexpr, BEYOND: tl.constexpr = 0x7F):
 @triton.jit
 def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer to DTYPE from an integer; ALIGNED: a multiple of 16 bytes."""
+    address = address.to(tl.int64)  # one below 2**31 comes as 32 bits
     if tl.bfloat16 == DTYPE:
         pointer = address.to(tl.pointer_type(tl.int16))
     elif tl.float8e4nv == DTYPE or tl.float8e5 == DTYPE:

@@ -5,6 +5,7 @@ aligned or not, every bit pattern of 16 bits and most of a million others of flo
 ``SMART_AUTOCAST_KERNELS=triton TRITON_INTERPRET=1 python -m pytest tests/ops``, some minutes.
 """
 
+import mmap
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from autocast_backend import cast_with_stats
 from autocast_backend._native import TIER_VARIABLE
 from autocast_backend.ops import KERNEL_TIER
 
@@ -124,6 +126,21 @@ def test_float8_is_the_kernels(monkeypatch: pytest.MonkeyPatch, target: torch.dt
         assert torch.equal(result.view(torch.uint8), tensor.to(target).view(torch.uint8))
         assert torch.equal(again.isnan(), result.float().isnan())
         assert torch.equal(again.nan_to_num(), result.float().nan_to_num())
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_addresses_below_32_bits(dtype: torch.dtype) -> None:
+    """Triton takes a small number for one of 32 bits, an address, too; the heap of a Python that is
+    no position-independent program is there."""
+    map_32bit = 0x40
+    low = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | map_32bit)
+    tensor = torch.frombuffer(low, dtype=dtype, count=24)
+    assert tensor.data_ptr() < 2**31
+    tensor.copy_(torch.linspace(-1e6, 1e6, 24))
+    result, stats = cast_with_stats(tensor, torch.float16)
+    assert torch.equal(result, tensor.to(torch.float16))
+    assert stats.overflows == result.isinf().sum() > 0
 
 
 @interpreted
