@@ -41,6 +41,7 @@ from .lowering.separate import separate_bodies
 from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
 from .regions import call_name, dtypes_taken_over, hops_to_regions, source_line, state_changes
+from .reports.breaks import warn_of_breaks
 from .reports.telling import tell
 from .running import changing_state, for_dtypes, putting_right_after_errors, with_autocast_off
 from .state import AutocastState, outside_of_contexts, put_right_after_errors
@@ -104,6 +105,9 @@ def smart_autocast(
             f"without the options {given}; leave its code out of what is compiled, or write the "
             "regions into the code"
         ) from error
+
+
+warn_of_breaks(smart_autocast)
 
 
 def _compile(

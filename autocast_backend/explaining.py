@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from . import backend
-from ._torch.dynamo import graph_breaks, uncompiled
+from ._torch.dynamo import uncompiled
+from ._torch.graph_breaks import graph_breaks
 from .lowering.context import Context
 from .options import OptionTypeError, parse_options
 from .reports.page import to_html

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import logging
 import re
-import threading
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
@@ -65,90 +63,6 @@ def counters() -> Any:
     from torch._dynamo.utils import counters
 
     return counters
-
-
-_GRAPH_BREAK = re.compile(
-    r"in user code at (?:.*[/\\])?(?P<place>[^\n]+:\d+)\n"
-    r"Graph Break Reason: (?:(?P<how>[^\n]+):\n\n)?(?P<why>.+?)"
-    r"(?=\n\nStack variable source attribution:|\n\nUser code traceback:|\Z)",
-    re.DOTALL,
-)
-
-
-_RECOMPILE_LIMIT = re.compile(
-    r"torch\._dynamo hit config\.(?P<limit>\w+ \(\d+\))\n"
-    r"   function: (?P<function>'[^']+') \((?:.*[/\\])?(?P<place>[^\n]+:\d+)\)"
-)
-
-
-@contextlib.contextmanager
-def graph_breaks() -> Iterator[list[str]]:
-    """Collect where, and why, Dynamo breaks graphs in a `with` block, in any thread, and which
-    functions it leaves to eager mode for that, or because it has compiled them too often.
-
-    From its log: its counters do not have the breaks at a branch that depends on a tensor's value,
-    nor those in a loop.
-    """
-    found: list[str] = []
-
-    def note(text: str) -> None:
-        if text not in found:  # logged once more where Dynamo resumes after another break
-            found.append(text)
-
-    def note_break(text: str) -> None:
-        if match := _GRAPH_BREAK.search(text):
-            eager = "falling back to eager" in (match["how"] or "")
-            of = ", in a function that runs in eager mode" if eager else ""
-            text = f"{match['place']}{of}: {match['why'].strip()}"
-        note(text)
-
-    def note_limit(text: str) -> None:
-        if match := _RECOMPILE_LIMIT.search(text):
-            note(
-                f"{match['place']}, in a function that runs in eager mode from some call on: "
-                f"{match['function']} was compiled as often as {match['limit']} allows"
-            )
-
-    with (
-        _heard("torch._dynamo.symbolic_convert.__graph_breaks", "debug", note_break),
-        _heard("torch._dynamo.convert_frame", "warning", note_limit),
-    ):
-        yield found
-
-
-_hearers: dict[str, list[Callable[[str], None]]] = {}
-_hearing = threading.Lock()
-
-
-@contextlib.contextmanager
-def _heard(name: str, method: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Tell `note` what is logged by one method of a logger in a `with` block, whatever becomes of
-    it then: levels, filters and handlers are the program's, which may set them in the block."""
-    log: Any = logging.getLogger(name)
-    hearers = _hearers.setdefault(name, [])
-
-    def hear(message: str, *args: Any, **kwargs: Any) -> None:
-        for one in list(hearers):
-            one(message % args if args else message)
-        if type(log).isEnabledFor(log, getattr(logging, method.upper())):
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's place, not ours
-            getattr(type(log), method)(log, message, *args, **kwargs)
-
-    with _hearing:
-        hearers.append(note)
-        if len(hearers) == 1:
-            setattr(log, method, hear)
-            if method == "debug":  # PyTorch asks before it writes one
-                log.isEnabledFor = lambda level: True
-    try:
-        yield
-    finally:
-        with _hearing:
-            hearers.remove(note)
-            if not hearers:
-                delattr(log, method)
-                if method == "debug":
-                    del log.isEnabledFor
 
 
 def uncompiled(fn: Callable[..., Any]) -> Callable[..., Any]:
