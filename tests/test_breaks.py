@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,10 @@ from torch import nn
 from tests.support import BF16
 
 WEIGHT = torch.ones(2, 2)
+TIMES: list[float] = []
+LEAF = torch.ones(2, requires_grad=True)
+OPTIMIZER = torch.optim.SGD([LEAF], lr=0.1)
+SCALER = torch.amp.GradScaler("cpu")
 POLICIES = {"op": {"aten::linear": "fp32"}}
 
 
@@ -43,6 +49,13 @@ def in_a_loop(x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.linear(x, WEIGHT)
         torch._dynamo.graph_break()
     return x
+
+
+def of_another_package(x: torch.Tensor) -> torch.Tensor:
+    from markupsafe._speedups import _escape_inner  # in C; torch needs the package
+
+    _escape_inner("")
+    return x.sin()
 
 
 class Recurrent(nn.Module):
@@ -75,6 +88,33 @@ def broken(x: torch.Tensor) -> torch.Tensor:
     return x.cos()
 
 
+def logged(x: torch.Tensor) -> torch.Tensor:
+    x = x.sin()
+    logging.getLogger("of this test").info("between")
+    return x.cos()
+
+
+def timed(x: torch.Tensor) -> torch.Tensor:
+    start = time.time()
+    x = x.sin()
+    TIMES.append(time.time() - start)
+    return x.cos()
+
+
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x.sin() * random.random()
+
+
+def stepped(x: torch.Tensor) -> torch.Tensor:
+    loss = SCALER.scale((LEAF * x).sum())
+    loss.backward()
+    SCALER.step(OPTIMIZER)
+    SCALER.update()
+    OPTIMIZER.zero_grad()
+    return loss
+
+
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     def warnings(fn: Callable[..., Any], **arguments: Any) -> list[str]:
@@ -94,10 +134,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
         (called_in_the_midst, "leaves what this line calls to Python"),
         (called_first, "leaves what this line calls to Python"),
         (called_further_inside, "leaves what this line calls to Python"),
+        (of_another_package, "leaves what this line calls to Python"),
         (in_a_loop, "leaves the function around this line to Python"),
         (Recurrent(), "to Python"),
     ],
-    ids=["in_the_midst", "first", "further_inside", "loop", "lstm"],
+    ids=["in_the_midst", "first", "further_inside", "of_another_package", "loop", "lstm"],
 )
 def test_each_place_is_named(
     fn: Callable[..., Any], words: str, warnings: Callable[..., list[str]]
@@ -111,7 +152,7 @@ def test_each_place_is_named(
     assert not warnings(fn)
 
 
-@pytest.mark.parametrize("fn", [printed, read, asked, broken])
+@pytest.mark.parametrize("fn", [printed, read, asked, broken, logged, timed, drawn, stepped])
 def test_no_word_of_breaks_that_compute_nothing(
     fn: Callable[..., Any], warnings: Callable[..., list[str]]
 ) -> None:
