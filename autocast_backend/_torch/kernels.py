@@ -29,6 +29,7 @@ from torch._library.simple_registry import find_torch_dispatch_rule
 from torch._library.triton import triton_ops_to_kernels
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -139,12 +140,25 @@ def has_kernels_of_users() -> bool:
 def kernels_closed() -> Iterator[None]:
     """Open none for what this thread does meanwhile: under a dispatch mode, such as selective
     checkpoints have in eager mode, autocast does not act inside of them."""
-    before = are_closed()
-    _here.closed = True
+    before = close_kernels()
     try:
         yield
     finally:
-        _here.closed = before
+        put_back_kernels(before)
+
+
+@has_side_effect
+def close_kernels() -> bool:
+    """`kernels_closed` from here on; also as a node of a graph. Returns whether it was before."""
+    before = are_closed()
+    _here.closed = True
+    return before
+
+
+@has_side_effect
+def put_back_kernels(closed: bool) -> None:
+    """The end of `close_kernels`, given what that returned."""
+    _here.closed = closed
 
 
 def are_closed() -> bool:

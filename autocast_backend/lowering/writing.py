@@ -17,6 +17,7 @@ from .._torch.dynamo import is_nonstrict
 from .._torch.fake_tensors import observing
 from .._torch.higher_order import call_leaf_function_under
 from .._torch.inside import opaque_ops
+from .._torch.kernels import close_kernels, put_back_kernels
 from ..policies.table import Policy
 from ..regions import is_cleared, is_opened_in, source_line
 from ..reports.report import Bracketed, Report
@@ -224,6 +225,11 @@ class Writer:
         for enter in reversed(entered):
             with self.graph.inserting_after(at):
                 at = self.graph.call_function(exit_autocast, (enter,))
+        if run[0].selective:
+            with self.graph.inserting_before(entered[0]):
+                closed = self.graph.call_function(close_kernels)
+            with self.graph.inserting_after(at):
+                at = self.graph.call_function(put_back_kernels, (closed,))
         if cache and any(is_nonstrict(c.node) and not c.grad for c in run):
             # Dynamo, too, has traced what it reads of its own. (Where autograd records, PyTorch
             # has no gradients for that, and the error of a second trace says more than none.)

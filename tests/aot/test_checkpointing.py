@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from autocast_backend.validation import verdicts
 from tests.aot.harness import (
     AOT_EAGER,
     BACKWARDS,
@@ -128,6 +131,34 @@ def test_selective_checkpoints_without_gradients_are_none(option: bool) -> None:
                 expected = selective_kernels(x, w)
             with autocast(not option):
                 assert_same_bits(compiled(x, w), expected)
+
+
+def test_brackets_inside_selective_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that change, `bilinear` does not run on fake tensors, and stays under autocast."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves_products)
+
+    def products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.bilinear(x, x.sin(), w)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return checkpoint(products, x, w, use_reentrant=False, context_fn=contexts)
+
+    def step(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        x = torch.linspace(-1, 1, 24).view(2, 4, 3).transpose(1, 2).requires_grad_()
+        w = torch.linspace(-2, 1, 64).view(4, 4, 4).requires_grad_()
+        run = torch.compile(function, **compile_arguments) if compile_arguments else function
+        with torch.autocast(**BF16):
+            y = run(x, w)
+        return [y, *torch.autograd.grad(loss_of(y), (x, w))]
+
+    verdicts.forget()  # those about sizes that stay
+    FakeTensorMode.cache_clear()
+    monkeypatch.setattr(verdicts, "compile_cache_dir", lambda: None)
+    before = counters["smart_autocast"]["bracketed"]
+    compiled = step(**AOT_EAGER, dynamic=True)
+    assert counters["smart_autocast"]["bracketed"] == before + 1
+    assert_same_bits(compiled, step())
 
 
 @pytest.mark.parametrize("way", ["off", "ambient", "region"])
