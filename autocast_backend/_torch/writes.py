@@ -13,7 +13,7 @@ from torch import fx
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
-from .dynamo import gives_data_attribute
+from .dynamo import gives_data_attribute, never_traced
 from .ops import arguments_of, overloads_of
 
 Told = Callable[[Iterable[torch.Tensor]], None]
@@ -29,6 +29,7 @@ def watch_hidden_writes(told: Told) -> None:
     """
     exit_block = _unsafe_preserve_version_counter.__exit__
 
+    @never_traced
     def exit_and_tell(self: Any, *args: Any) -> None:
         exit_block(self, *args)
         told(self.tensors)
@@ -73,6 +74,7 @@ def watch_collectives(told: ToldReceived) -> None:
             _library().impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
+@never_traced
 def _receive(
     told: ToldReceived, op: Any, keys: Any, received: Any, *args: Any, **arguments: Any
 ) -> Any:

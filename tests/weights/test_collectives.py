@@ -154,6 +154,30 @@ def test_nothing_received_costs_no_casts() -> None:
         assert casts_made(lambda: compiled(x)) == 0
 
 
+def receives_several(values: list[Tensor]) -> None:
+    torch._dynamo.graph_break()
+    for v in values:
+        dist.scatter(torch.empty_like(v), [v])
+
+
+def hides_several(values: list[Tensor]) -> None:
+    torch._dynamo.graph_break()
+    for v in values:
+        hidden = torch.autograd._unsafe_preserve_version_counter(v)
+        hidden.__enter__()
+        v.add_(1)
+        hidden.__exit__()
+
+
+@pytest.mark.parametrize("write", [receives_several, hides_several])
+def test_what_looks_at_writes_is_not_compiled(write: Callable[[list[Tensor]], None]) -> None:
+    """After a graph break, as in DDP's forward, Dynamo looks at all functions that are called."""
+    compiled = torch.compile(make(Plain), **ours())
+    with bf16(), torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(data(3, 8))  # there is a cast to look for
+        torch.compile(write, **ours())([data(3), data(3, 8), data(2, 3, 8)])
+
+
 def test_all_ops_that_receive_are_known() -> None:
     names = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("c10d::")}
     others = {"barrier", "check_for_nan", "monitored_barrier_", "send"}
