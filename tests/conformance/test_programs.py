@@ -191,7 +191,7 @@ def test_programs_with_checkpoints(pytestconfig: pytest.Config) -> None:
     assert tried["equal"] >= (wanted // 50 if wanted else CHECKPOINTED_IN_CI)
     assert tried["with several"] > tried["equal"] // 4
     assert tried["casts"] > tried["equal"]
-    assert tried["raise in eager"] < tried["equal"] // 4
+    assert tried["raise in eager"] <= tried["equal"] // 4
 
 
 @pytest.mark.slow
