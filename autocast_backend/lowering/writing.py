@@ -115,11 +115,15 @@ class Writer:
             writer = writers[body.module]
             inputs = writer.graph.find_nodes(op="placeholder")
             operands = dict(zip(inputs, node.args[body.call.first_operand :], strict=True))
-            own = (c for c, made in writer.weight_casts.items() if made.op != "placeholder")
+            given = {c for c, made in writer.weight_casts.items() if made.op == "placeholder"}
             deeper = (c.values() for c in writer._casts_in_bodies(writers).values())
-            for cast in itertools.chain(own, *deeper):
+            for cast in itertools.chain(writer.weight_casts, *deeper):
                 weight, *how = cast
-                if weight in operands and not is_opened_in(how[-2], writer.graph):
+                if (
+                    cast not in given
+                    and weight in operands
+                    and not is_opened_in(how[-2], writer.graph)
+                ):
                     inside.setdefault((writer, cast), {})[node] = (operands[weight], *how)
         return inside
 

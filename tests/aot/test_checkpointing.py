@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -131,6 +131,31 @@ def test_selective_checkpoints_without_gradients_are_none(option: bool) -> None:
                 expected = selective_kernels(x, w)
             with autocast(not option):
                 assert_same_bits(compiled(x, w), expected)
+
+
+def test_a_checkpoint_between_others_does_not_read_their_weight() -> None:
+    """It hands on the cast of it. Compared with eager itself, which Dynamo's graph is not for
+    checkpoints in checkpoints."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def third(x: torch.Tensor) -> torch.Tensor:
+            return (x @ w).sin()
+
+        def second(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(third, x @ w, use_reentrant=False)
+
+        def first(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(second, x.cos(), use_reentrant=False)
+
+        return checkpoint(first, x @ w, use_reentrant=False).sin()
+
+    def step(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        x, w = leaves()
+        with torch.autocast(**BF16):
+            y = run(x, w)
+        return [y, *torch.autograd.grad(loss_of(y), (x, w))]
+
+    assert_same_bits(step(torch.compile(function, **AOT_EAGER)), step(function))
 
 
 def test_brackets_inside_selective_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
