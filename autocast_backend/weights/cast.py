@@ -179,7 +179,7 @@ class Known:
     """The weights of one call of a graph: what they are, whatever is written to them. It serves
     later calls, in later scopes too, and keeps no weight, no cast and no attributes.
 
-    The layout of a weight is not asked for again: Dynamo does, unless sizes are dynamic.
+    The layout of a weight is not asked for again: Dynamo does, unless sizes or strides are dynamic.
 
     Attributes:
         keys: what their casts are looked up by.

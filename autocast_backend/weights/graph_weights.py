@@ -52,7 +52,7 @@ class GraphWeights:
             shares with other graphs. If not, its regions are its own, and so are their casts.
         keep_memory: give a weight's cast the same address in every scope, as CUDA graphs want it.
             Its memory then lives as long as the weight.
-        dynamic: whether calls may come with weights of other sizes.
+        dynamic: whether calls may come with weights of other sizes or strides.
 
     On the CPU the memory of large casts without gradients is kept, too, until the next training
     call: the system's new pages cost several times what the cast costs (`benchmarks casts`).

@@ -112,7 +112,8 @@ class WeightPlan:
     def _take_out(self, casts: dict[fx.Node, int]) -> tuple[Hoisted, Weights]:
         hoisted = hoist(self._graph_module, self._inputs, casts)
         lasting = [self._lasting and static for static in hoisted.static]
-        sizes = [n for i in hoisted.weights for n in hoisted.arguments[i].shape]
+        given = [hoisted.arguments[i] for i in hoisted.weights]
+        sizes = [n for weight in given for n in (*weight.shape, *weight.stride())]
         parts = []
         for lifetime in set(lasting):
             places = [i for i, lasts in enumerate(lasting) if lasts is lifetime]

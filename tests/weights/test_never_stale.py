@@ -528,6 +528,20 @@ def test_a_weight_of_another_size_at_the_same_address(lifetime: str) -> None:
 
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_a_weight_with_other_strides_at_the_same_address(lifetime: str) -> None:
+    """The same tensor, memory, version and shape; the graph takes all strides."""
+    memory, x = data(80), data(3, 4)
+    linear = torch.nn.functional.linear
+    compiled = torch.compile(linear, **ours(weight_cache=lifetime))
+    weight = nn.Parameter(memory[:16].view(4, 4))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(force_parameter_static_shapes=False), bf16():
+        for stride in (4, 8, 12, 16, 20):
+            weight.data = memory.as_strided((4, 4), (stride, 1))
+            assert torch.equal(compiled(x, weight), linear(x, weight.detach()))
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
 def test_casts_without_memory_are_for_those_who_ask_for_shapes(lifetime: str) -> None:
     torch._dynamo.reset()
     for frozen in (True, False):
