@@ -33,7 +33,7 @@ from .._torch.aot import (
     outside_of_modes,
     trace_joint_graph,
 )
-from .._torch.autocast import any_autocast_enabled, disable_autocast
+from .._torch.autocast import any_autocast_enabled, autocast_device_types, disable_autocast
 from .._torch.configs import compile_configs, own_cache_entries
 from .._torch.dynamo import compile_session, counters, dynamo_error, never_traced
 from .._torch.fake_tensors import fake_like
@@ -110,11 +110,13 @@ class Region:
 
     @functools.cached_property
     def device_types(self) -> tuple[str, ...]:
-        """The device types of all values in the graph and in the bodies it calls."""
+        """The device types of all values in the graph and in the bodies it calls, without those
+        that autocast does not know, such as "meta"."""
         graphs = [m.graph for m in self.graph_module.modules() if isinstance(m, fx.GraphModule)]
         values = [n.meta.get("example_value") for graph in graphs for n in graph.nodes]
         leaves = pytree.tree_leaves([self.inputs, values])
-        return tuple(sorted({v.device.type for v in leaves if isinstance(v, torch.Tensor)}))
+        found = {v.device.type for v in leaves if isinstance(v, torch.Tensor)}
+        return tuple(sorted(found.intersection(autocast_device_types())))
 
     def keep_in_backward(self, joint: fx.GraphModule) -> None:
         """A pass over the joint graph before it is partitioned."""

@@ -367,3 +367,24 @@ def test_variants_are_traced_outside_of_function_modes() -> None:
         return [p.grad for p in model.parameters()]  # type: ignore[misc]
 
     assert_same_bits(gradients(**ours()), gradients())
+
+
+def test_a_graph_with_values_on_a_device_type_that_autocast_does_not_know() -> None:
+    def products(
+        x: torch.Tensor, w: torch.Tensor, shapes: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return x @ w, shapes @ shapes
+
+    def gradient(function: Callable[..., Any]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        x, w = torch.randn(2, 4, 4, generator=generator)
+        w.requires_grad_()
+        with torch.autocast(**BF16):
+            result, _ = function(x, w, torch.empty(4, 4, device="meta", requires_grad=True))
+            (found,) = torch.autograd.grad(result.float().pow(2).sum(), w)
+        return found
+
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager"}
+    compiled = torch.compile(products, backend="smart_autocast", options=options)
+    assert torch.equal(gradient(compiled), gradient(products))
