@@ -239,18 +239,32 @@ class Backward:
     def _compare(self, found: Key) -> None:
         """Tell of a backward that the pinned assumption makes differ from eager's."""
         assumption, assumed = self._region.assumption, self._assumed or ()
-        if assumption.on_mismatch == "do_nothing" or self._alike(assumed, found):
+        if assumption.on_mismatch == "do_nothing" or assumed == found:
             return
-        first, *more = differing_ops(self._traced(assumed), self._traced(found))
+        differs = self._difference(assumed, found)
+        if differs is None:
+            return
         message = (
             f"the backward of {self._region.line} runs under autocast {key_name(found)}, but "
             f"backward_pass_autocast={assumption.name} assumes {key_name(assumed)}; in eager mode "
-            f"{first}{f' (and {len(more)} more)' if more else ''}. Call backward() under the "
-            'assumed state, or use backward_pass_autocast="auto", which follows the state it meets'
+            f"{differs}. Call backward() under the assumed state, or use "
+            'backward_pass_autocast="auto", which follows the state it meets'
         )
         if assumption.on_mismatch == "error":
             raise BackwardAutocastError(message)
         warnings.warn(message, BackwardAutocastWarning, stacklevel=2)
+
+    def _difference(self, assumed: Key, found: Key) -> str | None:
+        """What differs between the backwards of two states, in words; None where nothing does."""
+        calls = self._traced(assumed)
+        try:
+            others = self._traced(found)
+        except BackwardError as error:
+            return f"it raises: {_reason(error.__cause__)}"
+        if calls == others:
+            return None
+        first, *more = differing_ops(calls, others)
+        return f"{first}{f' (and {len(more)} more)' if more else ''}"
 
     def _compiled(self, key: Key, args: list[Any]) -> Callable[..., Any]:
         """The code of the backward under `key`: the first code, where that computes the same."""
@@ -313,8 +327,7 @@ class Backward:
             try:
                 self._joints[key] = self._region.trace(key)
             except dynamo_error() as error:  # the dtypes in a body of `while_loop` do not fit, say
-                reason, *_ = [*str(error).splitlines(), type(error).__name__]
-                raise self._cannot_follow(key, reason.rstrip(".: ")) from error
+                raise self._cannot_follow(key, _reason(error)) from error
             self._calls[key] = calls_of(self._joints[key].graph_module)
         return self._calls[key]
 
@@ -409,6 +422,12 @@ class Backward:
                         "dynamic=False, or call backward() without compiled autograd"
                     )
         return for_compiled_autograd(backward, self._region.line, device_types, found)
+
+
+def _reason(error: BaseException | None) -> str:
+    """The first line of an error."""
+    reason, *_ = [*str(error).splitlines(), type(error).__name__]
+    return reason.rstrip(".: ")
 
 
 def _boxed(code: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 
 from autocast_backend import BackwardAutocastError, BackwardAutocastWarning
 from autocast_backend.options import OptionTypeError, OptionValueError
@@ -201,3 +202,32 @@ def test_a_bad_setting_of_stock_is_an_error_too() -> None:
         pytest.raises(OptionValueError, match=r"'backward_pass_autocast'.*expected one of .*'off'"),
     ):
         torch.compile(Linear(), **ours())(_x())
+
+
+class LoopsBackward(torch.autograd.Function):
+    """A loop in its backward carries a product: under autocast its dtypes do not fit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(w)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (w,) = ctx.saved_tensors
+        start = torch.tensor(0), grad
+        _, result = while_loop(lambda i, g: i < 2, lambda i, g: (i + 1, g @ w), start)
+        return result, None
+
+
+def test_a_backward_that_raises_in_eager_mode_runs_as_pinned() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return LoopsBackward.apply(x, w).sin()  # type: ignore[no-any-return, no-untyped-call]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, **ours(backward_pass_autocast="off"))
+    x, w = _x().requires_grad_(), torch.eye(8) / 2
+    loss = compiled(x, w).sum()
+    with torch.autocast(**BF16), pytest.warns(BackwardAutocastWarning, match="it raises: Expected"):
+        (gradient,) = torch.autograd.grad(loss, x)
+    assert torch.equal(gradient, torch.cos(x * 2) / 4)
