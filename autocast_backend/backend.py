@@ -16,9 +16,9 @@ from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import marked_in_checkpoints
 from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
+    composites_in_bodies_taken_apart,
     counters,
     graph_break_errors,
-    inference_mode_as_no_grad,
     is_nested_region,
     keep_out_of_packages,
     lookup_backend,
@@ -27,6 +27,7 @@ from ._torch.dynamo import (
     without_disable,
 )
 from ._torch.fake_tensors import changing_numbers, fake_inputs
+from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
 from ._torch.traces import traces_noted
 from .backward.joint import save_random_numbers
@@ -34,6 +35,7 @@ from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
 from .graphs import check_graph_module, copy_graph, is_recorded, names_of, nodes_of
+from .lowering.bodies import inference_modes_as_no_grad
 from .lowering.context import Context
 from .lowering.lower import lower
 from .lowering.propagate import propagate
@@ -143,7 +145,8 @@ def _compile(
             "'backward_pass_autocast', without which such a graph runs as in eager mode"
         )
     if report.bracketed:
-        inference_mode_as_no_grad(graph_module, torch.is_grad_enabled())
+        inference_modes_as_no_grad(graph_module, torch.is_grad_enabled())
+        composites_in_bodies_taken_apart(graph_module)
     with report.timed("weights"):
         plan = WeightPlan(
             graph_module,
@@ -167,6 +170,7 @@ def _compile(
                 note = stack.enter_context(traces_noted())
                 stack.enter_context(backward_traced_off(note, region.keep_in_backward))
                 stack.enter_context(marks_heeded(save_random_numbers))
+                stack.enter_context(kernels_closed_in_gradients())
             values = [node.meta.get("example_value") for node in nodes_of(module)]
             stack.enter_context(own_cache_entries(changing_numbers(values)))
             stack.enter_context(outputs_in_their_places())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx.node import has_side_effect
 
 _library = torch.library.Library("smart_autocast", "IMPL")
 
@@ -45,7 +46,8 @@ def any_requires_grad(*values: Any) -> bool:
     return torch._C._any_requires_grad(*[list(v) if isinstance(v, tuple) else v for v in values])
 
 
-_AUTOGRAD_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_AUTOGRAD_KEYS = torch._C.DispatchKeySet(_AUTOGRAD)
 _AUTOGRAD_KEYS |= torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -54,6 +56,23 @@ def without_autograd() -> contextlib.AbstractContextManager[None]:
     tensor. Only where `may_skip_autograd`, and where nothing requires grad; versions of mutated
     tensors are left alone."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD_KEYS)
+
+
+@has_side_effect
+def pass_autograd_keys() -> bool:
+    """Have ops called from here on pass the keys of autograd, where something excludes these: only
+    there are composites taken apart, and autocast acts on what they call. Also as a node of a
+    graph. Returns whether they were excluded."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, False)
+    return excluded
+
+
+@has_side_effect
+def put_back_autograd_keys(excluded: bool) -> None:
+    """The end of `pass_autograd_keys`, given what that returned. (What excludes keys puts them back
+    itself, where this is not reached because of an error.)"""
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, excluded)
 
 
 def may_skip_autograd() -> bool:

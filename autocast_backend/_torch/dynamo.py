@@ -16,6 +16,8 @@ from torch._functorch.eager_transforms import _autograd_grad
 from torch._ops import HigherOrderOperator
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
+from .dispatch import pass_autograd_keys, put_back_autograd_keys
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -285,6 +287,21 @@ def inference_mode_as_no_grad(graph_module: fx.GraphModule, grad: bool) -> None:
         graph.erase_node(node)
     if changed:
         graph_module.recompile()
+
+
+def composites_in_bodies_taken_apart(graph_module: fx.GraphModule) -> None:
+    """Have the bodies of higher-order ops pass the keys of autograd. PyTorch traces those of
+    `cond`, `map`, `scan` and `while_loop` below them, and without gradients those of nested compile
+    regions: it would trace composite ops as a whole, without a cast inside."""
+    for body in graph_module.modules():
+        if body is graph_module or not isinstance(body, fx.GraphModule):
+            continue
+        graph = body.graph
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            excluded = graph.call_function(pass_autograd_keys)
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(put_back_autograd_keys, (excluded,))
+        body.recompile()
 
 
 def gives_data_attribute(target: Any) -> bool:

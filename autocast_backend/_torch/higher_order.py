@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from .autocast import enter_autocast, exit_autocast
+from .kernels import kernels_closed
 from .patches import replaced
 
 
@@ -82,7 +83,31 @@ def gradients_as_eager() -> Iterator[None]:
             original = vars(module).get(function)  # another version of torch may have none
             if original is not None:
                 stack.enter_context(replaced(module, function, changed(original)))
+        stack.enter_context(kernels_closed_in_gradients())
         yield
+
+
+@contextlib.contextmanager
+def kernels_closed_in_gradients() -> Iterator[None]:
+    """Trace the graph of a body's forward and backward with the kernels of ATen as they are: eager
+    mode does, and autocast acts in them when the ops of the graph run, under the state of then."""
+    with contextlib.ExitStack() as stack:
+        for name in ("cond", "map", "partitioner"):
+            module = importlib.import_module(f"torch._higher_order_ops.{name}")
+            original = vars(module).get("materialize_as_graph")
+            if original is not None:
+                changed = _with_kernels_closed(original)
+                stack.enter_context(replaced(module, "materialize_as_graph", changed))
+        yield
+
+
+def _with_kernels_closed(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace)
+    def materialize_as_graph(*args: Any, **kwargs: Any) -> Any:
+        with kernels_closed():
+            return trace(*args, **kwargs)
+
+    return materialize_as_graph
 
 
 def _under_the_forwards(create: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from .._torch.dynamo import GradMode, inference_mode_as_no_grad
+
 
 @dataclass(frozen=True)
 class InPlace:
@@ -128,3 +130,13 @@ class Bodies:
             return None
         body = getattr(self._module, str(attribute.target))
         return body if isinstance(body, fx.GraphModule) else None
+
+
+def inference_modes_as_no_grad(module: fx.GraphModule, grad: bool) -> None:
+    """`inference_mode_as_no_grad` of a graph, and of the bodies that it runs in place."""
+    bodies, mode = Bodies(module), GradMode(grad)
+    for node in module.graph.nodes:
+        mode.follow(node)
+        if (body := bodies.of(node)) is not None:
+            inference_modes_as_no_grad(body.module, body.call.grad_mode(node, mode.grad))
+    inference_mode_as_no_grad(module, grad)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.aot.harness import AOT_EAGER, Case, Function, assert_like_the_oracle
 from tests.support import BF16, assert_same_bits
@@ -120,3 +122,29 @@ def test_composites_in_inference_mode_inside(autograd: bool) -> None:
     compiled = torch.compile(function, **AOT_EAGER)
     for _ in range(2):
         assert_same_bits(results(compiled), results(function))
+
+
+@pytest.mark.parametrize("autograd", [True, False])
+@pytest.mark.parametrize("nested", [True, False], ids=["region", "checkpoint"])
+def test_composites_in_inference_mode_inside_of_a_body(nested: bool, autograd: bool) -> None:
+    def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            scale = F.bilinear(x, x.sin(), w).float().sum()
+        return x @ w[0] * scale.clone()
+
+    region = torch.compiler.nested_compile_region(body)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if nested:
+            return region(x, w) - 1
+        return checkpoint(body, x, w, use_reentrant=False) - 1
+
+    def results(function: Function) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        w = torch.linspace(-2, 1, 32).view(2, 4, 4).requires_grad_()
+        with torch.autocast(**BF16), torch.set_grad_enabled(autograd):
+            y = function(x, w)
+        return [y, *(torch.autograd.grad(y.float().square().sum(), (x, w)) if autograd else ())]
+
+    torch._dynamo.reset()
+    assert_same_bits(results(torch.compile(function, **AOT_EAGER)), results(function))

@@ -220,6 +220,77 @@ def test_gradients_are_eagers_in_every_state(
         )
 
 
+def by_kernel(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Autocast acts inside of ATen's kernel."""
+    return F.bilinear(v, v.sin(), u.view(1, 8, 8)).float()
+
+
+def by_composite(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Autocast acts inside of a composite without a rule of its own."""
+    return torch.gru_cell(v, v.sin(), u.repeat(3, 1), u.repeat(3, 1)).float()
+
+
+def in_a_branch(body: Function) -> Function:
+    return lambda x, w: torch.cond(x.sum() < torch.inf, body, lambda x, w: body(x, w) - 1, (x, w))
+
+
+def in_a_map(body: Function) -> Function:
+    return lambda x, w: hop_map(lambda v, u: body(v, u).sin(), x[None], w)
+
+
+def in_a_scan(body: Function) -> Function:
+    return lambda x, w: scan(
+        lambda carry, v: (carry + body(v, w).sum(), carry * v), x.sum(), x[None]
+    )
+
+
+def in_a_loop(body: Function) -> Function:
+    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return while_loop(
+            lambda i, v: i < 2, lambda i, v: (i + 1, v + body(v, w).sum()), (torch.tensor(0), x)
+        )
+
+    return function
+
+
+def in_a_nested_region(body: Function) -> Function:
+    region = torch.compiler.nested_compile_region(body)
+    return lambda x, w: region(x, w) + region(x.cos(), w)
+
+
+@pytest.mark.parametrize("body", [by_kernel, by_composite])
+@pytest.mark.parametrize(
+    ("place", "gradients"),
+    [
+        *((place, False) for place in (in_a_branch, in_a_map, in_a_scan, in_a_loop)),
+        (in_a_nested_region, False),
+        *((place, True) for place in (in_a_branch, in_a_map, in_a_scan)),
+    ],
+)
+def test_composites_in_bodies_that_stay_under_autocast(
+    place: Callable[[Function], Function], gradients: bool, body: Function
+) -> None:
+    """PyTorch traces such bodies below autograd, where composites come whole."""
+    function = place(body)
+    case = Case(function, gradients=gradients)
+    expected = results(function, case, "ambient", backend="eager")
+    counters.clear()
+    options = {"inner": "aot_eager"}
+    actual = results(function, case, "ambient", backend="smart_autocast", options=options)
+    assert counters["smart_autocast"]["bracketed"]
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("place", [in_a_branch, in_a_map])
+def test_gradients_of_kernels_that_autocast_acts_in(place: Callable[[Function], Function]) -> None:
+    """Autocast acts in the kernel where the backward of the body runs, not where it is traced."""
+    case = Case(place(by_kernel))
+    expected = gradients_in_three_states(case, BF16, compiled=False)
+    options = {"inner": "aot_eager"}
+    actual = gradients_in_three_states(case, BF16, backend="smart_autocast", options=options)
+    assert_same_bits(actual, expected)
+
+
 WHILE_LOOP_HAS_GRADIENTS = needs_torch(2, 13, because="while_loop has no gradients")
 
 
