@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ._torch.autocast import disable_autocast
+from ._torch.kernels import are_closed, put_back_kernels
 from .regions import RegionError
 from .state import AutocastState, contexts_entered, put_right
 
@@ -62,11 +63,12 @@ def putting_right_after_errors(
     guards on the state, so it is not asked for again at each call."""
 
     def run(*args: Any) -> Any:
-        entered = contexts_entered()
+        entered, closed = contexts_entered(), are_closed()
         try:
             return compiled(*args)
         except BaseException:
             put_right(now, entered)
+            put_back_kernels(closed)
             raise
 
     return run

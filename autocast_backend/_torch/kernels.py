@@ -92,12 +92,12 @@ def kernels_opened() -> Iterator[None]:
                     libraries[op.namespace].impl(op, kernel, key, with_keyset=True)
             _libraries.extend(libraries.values())
         _users += 1
-    before = getattr(_here, "open", False)
+    before = getattr(_here, "open", False), are_closed()
     _here.open = True
     try:
         yield
     finally:
-        _here.open = before
+        _here.open, _here.closed = before  # a graph may raise after its `close_kernels`
         with _lock:
             _users -= 1
             while _users == 0 and _libraries:

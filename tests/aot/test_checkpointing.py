@@ -186,6 +186,36 @@ def test_brackets_inside_selective_checkpoints(monkeypatch: pytest.MonkeyPatch) 
     assert_same_bits(compiled, step())
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "eager"])
+def test_brackets_that_raise_inside_selective_checkpoints(inner: str) -> None:
+    """What is compiled after the error knows what autocast does inside of kernels."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves_products)
+
+    def fails(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for body in graph.modules():
+            if body is not graph and isinstance(body, torch.fx.GraphModule):
+                (call,) = body.graph.find_nodes(op="call_function", target=torch.gru_cell)
+                call.kwargs = {"no_such_argument": 1}
+                body.recompile()
+        return torch._dynamo.lookup_backend(inner)(graph, inputs)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def cell(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+            return torch.gru_cell(v, v, u, u)
+
+        return checkpoint(cell, x, w.view(12, 4), use_reentrant=False, context_fn=contexts)
+
+    x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+    w = torch.linspace(-2, 1, 48).view(3, 4, 4).requires_grad_()
+    options = {"inner": fails}
+    torch._dynamo.reset()
+    with torch.autocast(**BF16):
+        with pytest.raises(Exception, match="no_such_argument"):
+            torch.compile(function, backend="smart_autocast", options=options)(x, w)
+        compiled = torch.compile(F.bilinear, **AOT_EAGER)
+        assert_same_bits(compiled(x, x, w), F.bilinear(x, x, w))
+
+
 @pytest.mark.parametrize("way", ["off", "ambient", "region"])
 def test_random_numbers_are_the_same_when_they_are_computed_again(way: str) -> None:
     """Compared with eager itself: the graph Dynamo makes of a checkpoint does not restore the state
