@@ -292,16 +292,25 @@ def inference_mode_as_no_grad(graph_module: fx.GraphModule, grad: bool) -> None:
 def composites_in_bodies_taken_apart(graph_module: fx.GraphModule) -> None:
     """Have the bodies of higher-order ops pass the keys of autograd. PyTorch traces those of
     `cond`, `map`, `scan` and `while_loop` below them, and without gradients those of nested compile
-    regions: it would trace composite ops as a whole, without a cast inside."""
-    for body in graph_module.modules():
-        if body is graph_module or not isinstance(body, fx.GraphModule):
-            continue
+    regions: it would trace composite ops as a whole, without a cast inside. Bodies of checkpoints
+    are as they were: what they are compiled to stays in AOTAutograd's cache."""
+    bodies: dict[fx.GraphModule, None] = {}
+    for module in graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if is_higher_order_op(node.target) and str(node.target) not in _TRACED_IN_PLACE:
+                names = (str(n.target) for n in node.all_input_nodes if n.op == "get_attr")
+                read = (getattr(module, name, None) for name in names)
+                bodies.update(dict.fromkeys(b for b in read if isinstance(b, fx.GraphModule)))
+    for body in bodies:
         graph = body.graph
         with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
             excluded = graph.call_function(pass_autograd_keys)
         with graph.inserting_before(graph.output_node()):
             graph.call_function(put_back_autograd_keys, (excluded,))
         body.recompile()
+
+
+_TRACED_IN_PLACE = ("tag_activation_checkpoint", "autograd_function_apply")
 
 
 def gives_data_attribute(target: Any) -> bool:
