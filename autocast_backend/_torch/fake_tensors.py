@@ -192,6 +192,13 @@ def size_expression(value: Any) -> Any | None:
     return value.node.expr if known else None
 
 
+def size_that_is_a_number(value: Any) -> int | None:
+    """The number that a dynamic size has been made, where it is for good; None for others."""
+    if not isinstance(value, torch.SymInt) or not value.node.expr.is_number:
+        return None
+    return int(value.node.expr)
+
+
 def is_size(value: Any) -> bool:
     """Whether a value is a number, or hangs on dynamic sizes of inputs alone."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type

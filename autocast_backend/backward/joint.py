@@ -31,7 +31,7 @@ from .._torch.aot import (
     run_and_save_rng_state,
     written_in_forward,
 )
-from .._torch.fake_tensors import is_a_number_now, size_expression
+from .._torch.fake_tensors import is_a_number_now, size_expression, size_that_is_a_number
 from .._torch.hooks import unpacking_of
 from .._torch.traces import Trace, trace_of
 from .ambient import BackwardError
@@ -215,7 +215,7 @@ def extract_backward(
                 stands_for[numbers[node]] = known[nodes[name]]
     saved = {name: known[names[name]] for name in inputs if name in names}
     saved = {name: number for name, number in saved.items() if number not in unpacked}
-    values = {number: inputs[name] for name, number in saved.items()}
+    values: dict[int, Any] = {number: inputs[name] for name, number in saved.items()}
     values |= {number: node for number, node in unpacked.items() if node is not None}
     repeats = _recomputed_draws(partitioned, first_joint)
     draws = {node: known[call] for node, call in repeats.items()}
@@ -244,6 +244,9 @@ def extract_backward(
         # Of calls that give one size, now one and now another is traced first, and stands for all.
         if number not in values and (size := size_expression(node.meta.get("val"))) in sizes:
             values[number] = sizes[size]
+        fixed = size_that_is_a_number(node.meta.get("val"))
+        if number not in values and fixed is not None:
+            values[number] = fixed
     outputs = pytree.arg_tree_leaves(*module.graph.output_node().args)
     gradients = outputs[joint.num_forward_outputs :]
     for node in _needed(module, gradients, numbers, values.keys(), drawn.keys()):

@@ -281,13 +281,22 @@ def test_composites_in_bodies_that_stay_under_autocast(
     assert_same_bits(actual, expected)
 
 
+def by_kernel_of_any_size(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    theta = (v @ u.float())[:, :6].reshape(-1, 2, 3)
+    return F.affine_grid(theta, (theta.shape[0], 1, 3, 3)).float()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("body", [by_kernel, by_kernel_of_any_size])
 @pytest.mark.parametrize("place", [in_a_branch, in_a_map])
-def test_gradients_of_kernels_that_autocast_acts_in(place: Callable[[Function], Function]) -> None:
+def test_gradients_of_kernels_that_autocast_acts_in(
+    place: Callable[[Function], Function], body: Function, dynamic: bool
+) -> None:
     """Autocast acts in the kernel where the backward of the body runs, not where it is traced."""
-    case = Case(place(by_kernel))
+    case = Case(place(body))
     expected = gradients_in_three_states(case, BF16, compiled=False)
-    options = {"inner": "aot_eager"}
-    actual = gradients_in_three_states(case, BF16, backend="smart_autocast", options=options)
+    arguments = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
+    actual = gradients_in_three_states(case, BF16, dynamic=dynamic, **arguments)
     assert_same_bits(actual, expected)
 
 
