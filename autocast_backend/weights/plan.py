@@ -16,6 +16,7 @@ has memory that is used again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,8 +116,9 @@ class WeightPlan:
         given = [hoisted.arguments[i] for i in hoisted.weights]
         sizes = [n for weight in given for n in (*weight.shape, *weight.stride())]
         parts = []
-        for lifetime in set(lasting):
-            places = [i for i, lasts in enumerate(lasting) if lasts is lifetime]
+        # Side by side: the casts are to be made in their order, in which gradients get ready.
+        for lifetime, run in itertools.groupby(range(len(lasting)), key=lasting.__getitem__):
+            places = list(run)
             part = GraphWeights(
                 [hoisted.dtypes[i] for i in places],
                 [hoisted.grads[i] for i in places],

@@ -308,6 +308,23 @@ def test_gradients_are_ready_in_eagers_order(lifetime: str) -> None:
     assert order_of_gradients(True, **ours(weight_cache=lifetime)) == expected
 
 
+@LIFETIMES
+def test_the_gradient_of_a_leaf_is_ready_in_eagers_order(lifetime: str) -> None:
+    """Its cast lasts for the scope alone, and stands between those of weights."""
+
+    def order(**arguments: Any) -> list[str]:
+        torch._dynamo.reset()
+        model, ready = make(Plain), []
+        x = data(3, 8).requires_grad_()
+        for name, leaf in [*model.named_parameters(), ("x", x)]:
+            leaf.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+        with bf16():
+            torch.compile(model, **arguments)(x).float().sum().backward()
+        return ready
+
+    assert order(**ours(weight_cache=lifetime)) == order(**EAGER)
+
+
 class Composite(nn.Module):
     """A layer whose call casts its weights one by one inside."""
 
