@@ -344,10 +344,10 @@ class Parts:
     """The casts that one compiled graph takes in, of which some last and others do not.
 
     Args:
-        parts: each with the places of its casts among all.
+        parts: each with the places of its casts among all, one after the other.
     """
 
-    def __init__(self, parts: Sequence[tuple[Sequence[int], GraphWeights]]) -> None:
+    def __init__(self, parts: Sequence[tuple[slice, GraphWeights]]) -> None:
         self._parts = parts
 
     def scope(self) -> Scope | None:
@@ -356,10 +356,10 @@ class Parts:
 
     def casts(self, weights: list[Tensor], scope: Scope | None) -> list[Tensor]:
         """As that of `GraphWeights`."""
-        found: dict[int, Tensor] = {}
+        found: list[Tensor] = []
         for places, part in self._parts:
-            found.update(zip(places, part.casts([weights[i] for i in places], scope), strict=True))
-        return [found[i] for i in range(len(weights))]
+            found += part.casts(weights[places], scope)
+        return found
 
 
 def _replaceable(

@@ -118,10 +118,11 @@ class WeightPlan:
         parts = []
         # Side by side: the casts are to be made in their order, in which gradients get ready.
         for lifetime, run in itertools.groupby(range(len(lasting)), key=lasting.__getitem__):
-            places = list(run)
+            numbers = list(run)
+            places = slice(numbers[0], numbers[-1] + 1)
             part = GraphWeights(
-                [hoisted.dtypes[i] for i in places],
-                [hoisted.grads[i] for i in places],
+                hoisted.dtypes[places],
+                hoisted.grads[places],
                 lasting=lifetime,
                 scoped=self._scoped,
                 keep_memory=self._keep_memory,
