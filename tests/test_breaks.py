@@ -152,7 +152,17 @@ def test_each_place_is_named(
     assert not warnings(fn)
 
 
-@pytest.mark.parametrize("fn", [printed, read, asked, broken, logged, timed, drawn, stepped])
+def stepped_with_a_hook(x: torch.Tensor) -> torch.Tensor:
+    """As every optimizer has one, once a weight was cast."""
+    hook = OPTIMIZER.register_step_post_hook(torch.compiler.disable(lambda *_: None))
+    loss = stepped(x)
+    hook.remove()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "fn", [printed, read, asked, broken, logged, timed, drawn, stepped, stepped_with_a_hook]
+)
 def test_no_word_of_breaks_that_compute_nothing(
     fn: Callable[..., Any], warnings: Callable[..., list[str]]
 ) -> None:

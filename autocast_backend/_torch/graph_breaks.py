@@ -8,12 +8,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 
 _GRAPH_BREAK = re.compile(
-    r"in user code at (?:.*[/\\])?(?P<place>[^\n]+:\d+)\n"
+    r"in user code at (?P<file>[^\n]+):(?P<line>\d+)\n"
     r"Graph Break Reason: (?:(?P<how>[^\n]+):\n\n)?(?P<why>.+?)"
     r"(?=\n\nStack variable source attribution:|\n\nUser code traceback:|\Z)",
     re.DOTALL,
@@ -33,14 +34,21 @@ class GraphBreak:
     """Where Dynamo breaks a graph.
 
     Attributes:
-        place: file and line, such as `train.py:12`.
+        file: the path of the code.
+        line: its line.
         whole: whether the whole function runs in Python, and not only what stands there.
         why: Dynamo's reason, with its hints.
     """
 
-    place: str
+    file: str
+    line: int
     whole: bool
     why: str
+
+    @property
+    def place(self) -> str:
+        """File and line, such as `train.py:12`."""
+        return f"{Path(self.file).name}:{self.line}"
 
     @staticmethod
     def of(text: str) -> GraphBreak | None:
@@ -49,7 +57,7 @@ class GraphBreak:
         if match is None:
             return None
         whole = "falling back to eager" in (match["how"] or "")
-        return GraphBreak(match["place"], whole, match["why"].strip())
+        return GraphBreak(match["file"], int(match["line"]), whole, match["why"].strip())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import sysconfig
@@ -25,6 +26,9 @@ _FILE = re.compile(r"(?:in file|filename:) `([^`]+)`")
 _MODULE = re.compile(r"module: (\w+)")
 
 
+_MODULES = os.path.join(torch.__path__[0], "nn", "modules", "")
+
+
 def warn_of_breaks(backend: Callable[..., Any]) -> None:
     """From now on, log a warning for each place that Dynamo leaves to Python, in functions that are
     compiled with options of `backend` that change results.
@@ -44,7 +48,10 @@ def _given(options: Any) -> list[str] | None:
 
 
 def _warn(found: GraphBreak, given: list[str]) -> None:
-    if not (found.whole or _OF_THE_PROGRAM.match(found.why) or _is_foreign(found.why)):
+    if found.whole:
+        if _is_of_torch(found.file) and not found.file.startswith(_MODULES):
+            return
+    elif not (_OF_THE_PROGRAM.match(found.why) or _is_foreign(found.why)):
         return
     log.warning(
         "%s: Dynamo leaves %s to Python, where the options %s do not apply: %s. "
@@ -57,14 +64,18 @@ def _warn(found: GraphBreak, given: list[str]) -> None:
     )
 
 
+def _is_of_torch(file: str) -> bool:
+    return Path(file).is_relative_to(torch.__path__[0])
+
+
 def _is_foreign(why: str) -> bool:
     """Whether a break is at a function of another package than Python and torch."""
     if not _SKIPPED.match(why):
         return False
     if file := _FILE.search(why):
-        path = Path(file[1])
-        if path.is_relative_to(torch.__path__[0]):
+        if _is_of_torch(file[1]):
             return False
+        path = Path(file[1])
         installed = "site-packages" in path.parts  # below Python's own files, without a venv
         return installed or not path.is_relative_to(sysconfig.get_path("stdlib"))
     module = _MODULE.search(why)
