@@ -152,21 +152,20 @@ def test_each_place_is_named(
     assert not warnings(fn)
 
 
-def stepped_with_a_hook(x: torch.Tensor) -> torch.Tensor:
-    """As every optimizer has one, once a weight was cast."""
-    hook = OPTIMIZER.register_step_post_hook(torch.compiler.disable(lambda *_: None))
-    loss = stepped(x)
-    hook.remove()
-    return loss
-
-
-@pytest.mark.parametrize(
-    "fn", [printed, read, asked, broken, logged, timed, drawn, stepped, stepped_with_a_hook]
-)
+@pytest.mark.parametrize("fn", [printed, read, asked, broken, logged, timed, drawn, stepped])
 def test_no_word_of_breaks_that_compute_nothing(
     fn: Callable[..., Any], warnings: Callable[..., list[str]]
 ) -> None:
     assert not warnings(fn, autocast=BF16)
+
+
+def test_no_word_of_an_optimizer_with_a_hook(warnings: Callable[..., list[str]]) -> None:
+    """As all have one, once a weight was cast: Dynamo leaves torch's function that calls it."""
+    hook = OPTIMIZER.register_step_post_hook(torch.compiler.disable(lambda *_: None))
+    try:
+        assert not warnings(stepped, autocast=BF16)
+    finally:
+        hook.remove()
 
 
 def test_other_backends_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
