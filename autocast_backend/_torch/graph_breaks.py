@@ -20,7 +20,6 @@ _GRAPH_BREAK = re.compile(
     re.DOTALL,
 )
 
-
 _RECOMPILE_LIMIT = re.compile(
     r"torch\._dynamo hit config\.(?P<limit>\w+ \(\d+\))\n"
     r"   function: (?P<function>'[^']+') \((?:.*[/\\])?(?P<place>[^\n]+:\d+)\)"
@@ -75,9 +74,9 @@ def graph_breaks() -> Iterator[list[str]]:
             found.append(text)
 
     def note_break(text: str) -> None:
-        if found := GraphBreak.of(text):
-            of = ", in a function that runs in eager mode" if found.whole else ""
-            text = f"{found.place}{of}: {found.why}"
+        if one := GraphBreak.of(text):
+            of = ", in a function that runs in eager mode" if one.whole else ""
+            text = f"{one.place}{of}: {one.why}"
         note(text)
 
     def note_limit(text: str) -> None:

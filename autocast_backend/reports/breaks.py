@@ -24,9 +24,7 @@ _OF_THE_PROGRAM = re.compile(
 _SKIPPED = re.compile(r"Attempted to (?:call|inline) function marked as skipped")
 _FILE = re.compile(r"(?:in file|filename:) `([^`]+)`")
 _MODULE = re.compile(r"module: (\w+)")
-
-
-_MODULES = os.path.join(torch.__path__[0], "nn", "modules", "")
+_CODE_OF_MODULES = os.path.join(torch.__path__[0], "nn", "modules", "")
 
 
 def warn_of_breaks(backend: Callable[..., Any]) -> None:
@@ -49,7 +47,7 @@ def _given(options: Any) -> list[str] | None:
 
 def _warn(found: GraphBreak, given: list[str]) -> None:
     if found.whole:
-        if _is_of_torch(found.file) and not found.file.startswith(_MODULES):
+        if _is_of_torch(found.file) and not found.file.startswith(_CODE_OF_MODULES):
             return
     elif not (_OF_THE_PROGRAM.match(found.why) or _is_foreign(found.why)):
         return
