@@ -128,6 +128,7 @@ def numbers_as_first_traced(inputs: Iterable[Any]) -> Iterator[None]:
     graph: once it has written it (`tensorify_python_scalars`). Dynamo guards on these. Constants
     everywhere would be another graph, and one that PyTorch wants Dynamo to capture anew."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type
+    from torch.utils._sympy.value_ranges import ValueRanges
 
     mode = fake_mode_of(inputs)
     env = None if mode is None else mode.shape_env
@@ -136,13 +137,16 @@ def numbers_as_first_traced(inputs: Iterable[Any]) -> Iterator[None]:
         return
     known = [guard.expr for guard in env.guards]
     constants = {s: v for s, v in env.replacements.items() if symbol_is_type(s, SymT.FLOAT)}
+    ranges = {symbol: env.var_to_range[symbol] for symbol in constants}
     for symbol in constants:
         del env.replacements[symbol]
+        env.var_to_range[symbol] = ValueRanges.unknown()
     _forget_replaced(env)
     try:
         yield
     finally:
         env.replacements.update(constants)
+        env.var_to_range.update(ranges)
         _forget_replaced(env)
         # What has been guarded on before is written down once more.
         new = [guard for guard in env.guards[len(known) :] if guard.expr not in known]
@@ -154,6 +158,9 @@ def _forget_replaced(env: Any) -> None:
     if hasattr(env, "_replacements_version_counter"):  # since torch 2.12 or 2.13
         env._replacements_version_counter += 1
     env._update_version_counter()
+    for method in vars(type(env)).values():
+        if hasattr(method, "cache_clear"):  # that of a question which makes a number of a symbol
+            method.cache_clear()
 
 
 def fake_like(fake: Any, real: Any) -> Any:
@@ -192,11 +199,12 @@ def size_expression(value: Any) -> Any | None:
     return value.node.expr if known else None
 
 
-def size_that_is_a_number(value: Any) -> int | None:
-    """The number that a dynamic size has been made, where it is for good; None for others."""
-    if not isinstance(value, torch.SymInt) or not value.node.expr.is_number:
+def number_now(value: Any) -> int | float | None:
+    """The number that a dynamic one has been made, where it is for good; None for others."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat)) or not value.node.expr.is_number:
         return None
-    return int(value.node.expr)
+    number: int | float = value.node.pytype(value.node.expr)
+    return number
 
 
 def is_size(value: Any) -> bool:

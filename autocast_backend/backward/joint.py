@@ -31,7 +31,7 @@ from .._torch.aot import (
     run_and_save_rng_state,
     written_in_forward,
 )
-from .._torch.fake_tensors import is_a_number_now, size_expression, size_that_is_a_number
+from .._torch.fake_tensors import is_a_number_now, number_now, size_expression
 from .._torch.hooks import unpacking_of
 from .._torch.traces import Trace, trace_of
 from .ambient import BackwardError
@@ -244,7 +244,7 @@ def extract_backward(
         # Of calls that give one size, now one and now another is traced first, and stands for all.
         if number not in values and (size := size_expression(node.meta.get("val"))) in sizes:
             values[number] = sizes[size]
-        fixed = size_that_is_a_number(node.meta.get("val"))
+        fixed = number_now(node.meta.get("val"))
         if number not in values and fixed is not None:
             values[number] = fixed
     outputs = pytree.arg_tree_leaves(*module.graph.output_node().args)

@@ -196,8 +196,16 @@ def clipped(x: torch.Tensor, w: torch.Tensor, number: float) -> Any:
     return (x @ w).clamp(-number, number) * number, island(x, w) * (1 + number)
 
 
+def interpolated(x: torch.Tensor, w: torch.Tensor, number: float) -> Any:
+    """Where the backward of `lerp` is traced, the number becomes a constant."""
+    return torch.lerp((x @ w).float(), x, number) + max(number, 0.6)
+
+
+CHANGED = [scaled, scaled_in_place, clipped, interpolated]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("function", [scaled, scaled_in_place, clipped])
+@pytest.mark.parametrize("function", CHANGED)
 def test_a_number_that_changes_while_training(function: Any, way: str) -> None:
     """PyTorch writes the calls that read it anew, as ones that read a tensor, and gives these no
     tag that says whether they are the forward's."""
@@ -219,7 +227,7 @@ def test_a_number_that_changes_while_training(function: Any, way: str) -> None:
     assert_same_bits(gradients(**AOT_EAGER), gradients(**ORACLE))
 
 
-@pytest.mark.parametrize("function", [scaled, scaled_in_place, clipped])
+@pytest.mark.parametrize("function", CHANGED)
 def test_a_number_that_changes_between_calls_of_a_scope(function: Any) -> None:
     """The second call of each scope is that of a graph compiled again."""
 
