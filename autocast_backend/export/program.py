@@ -62,7 +62,8 @@ def lower(
     Raises:
         TypeError, ValueError: an argument that is not what it should be, or a program that was
             decomposed already, or one that does not run itself: `strict=True` takes no heed of
-            autocast, so that `y.float()` of what a region computed counts for nothing.
+            autocast, so that `y.float()` of what a region computed counts for nothing, and
+            `strict=False` takes none in a few calls (`nn.LSTM`, `F.affine_grid`).
         PolicyError: an override that names no module, or that a call cannot take.
         RegionError: enter and exit nodes that do not pair up.
         RuntimeError: with `device_type`: a call that cannot be run on fake tensors of it.
@@ -175,8 +176,10 @@ def _check_dtypes(graph: fx.GraphModule, checks: Sequence[tuple[fx.Node, torch.d
         if name in tensors and found != tensors[name]:
             raise ValueError(
                 f"exported_program: {where(node)} was exported as {tensors[name]}, and is {found} "
-                "under the autocast of the program, which torch.export does not heed with "
-                "strict=True; export with strict=False"
+                "under the autocast of the program, which so does not run itself. torch.export "
+                "does not heed autocast with strict=True: export with strict=False. That does not "
+                "heed it in calls such as nn.LSTM and F.affine_grid, where fake tensors do not "
+                "show it: put those into a region with enabled=False"
             )
 
 

@@ -107,6 +107,23 @@ def test_a_strict_export_that_does_not_run_itself() -> None:
         assert_same_bits(run(X), Norm()(X))
 
 
+class Grid(nn.Module):
+    """Its dtype under autocast is not what fake tensors say."""
+
+    def forward(self, theta: Tensor) -> Tensor:
+        with torch.autocast(**BF16):
+            return F.affine_grid(theta, (1, 1, 4, 4)).float()
+
+
+def test_what_fake_tensors_do_not_show_is_no_matter_of_a_strict_export() -> None:
+    theta = torch.randn(1, 2, 3)
+    program = torch.export.export(Grid(), (theta,), strict=False)
+    with pytest.raises(RuntimeError, match="dtype mismatch"):
+        program.module()(theta)
+    with pytest.raises(ValueError, match=r"affine_grid.*float32.*bfloat16.*enabled=False"):
+        lower(program)
+
+
 class Average(nn.Module):
     """Writes to a buffer, and to its input, what it computes in a region."""
 
