@@ -85,7 +85,7 @@ def lower_with_report(
     check_device_type(device_type)
     overrides = bind(parse_overrides("policies", policies), exported_program.graph_module)
     context = Context(
-        AutocastState.of(ambient), other_dtypes=True, overrides=overrides, watched=False
+        AutocastState.of(ambient), other_dtypes="all", overrides=overrides, watched=False
     )
     graph, signature = hops_to_regions(
         exported_program.graph_module, exported_program.graph_signature

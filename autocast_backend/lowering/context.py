@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import fx
 
@@ -20,7 +21,8 @@ class Context:
     Attributes:
         ambient: the autocast state around the compiled call.
         validate: "dtype", "strict" or "off".
-        other_dtypes: whether each call is proved for other floating-point dtypes than it has, too.
+        other_dtypes: which calls are proved for other floating-point dtypes than they have, too:
+            those that the policy table has casts for, "all", or "none".
         overrides: the option `policies`.
         overridden: the calls that it names; `propagate` finds them.
         watched: whether the first run of custom ops is (`custom_ops.py`). Where it is not, one
@@ -32,7 +34,7 @@ class Context:
 
     ambient: AutocastState
     validate: str = "strict"
-    other_dtypes: bool = False
+    other_dtypes: Literal["none", "cast", "all"] = "none"
     overrides: Overrides = field(default_factory=Overrides)
     overridden: dict[fx.Node, Overridden] = field(default_factory=dict)
     watched: bool = True

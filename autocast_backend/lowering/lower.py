@@ -103,7 +103,10 @@ def _judged(
             _refuse_opaque(candidates)
         judge(candidates, fake_mode, context.validate, report)
         judge_transforms(candidates, fake_mode)
-        if context.other_dtypes:
+        if context.other_dtypes == "cast":
+            cast = [c for c in candidates if c.recipe and not c.in_transform]
+            judge_other_dtypes(cast, fake_mode)
+        elif context.other_dtypes == "all":
             judge_other_dtypes(candidates, fake_mode)
     return plans, candidates, fake_mode
 

@@ -3,6 +3,10 @@
 A call that autocast leaves alone for float32 need not be left alone for bfloat16: `pad` hides an op
 that autocast runs in float32, and nothing of that is to be seen where the argument is float32. A
 compiled graph never meets other dtypes - Dynamo traces anew - but an exported program does.
+
+A graph of `lower_autocast` does, too. There the calls with casts are asked about, for the policy of
+a name need not be the call's: `F.mse_loss` with a `weight` calls no `mse_loss`, and as long as its
+arguments are float32, nobody sees that eager autocast does not cast them to it.
 """
 
 from __future__ import annotations
@@ -69,8 +73,8 @@ def _settle(c: Candidate, fake_mode: Any) -> _Answer:
         recipe = recipes.of_casts(c.node, c.placement.state, casts)
         traced = [*variants, {}]
         expected = [*eager, _watch(c, Recipe(), c.placement.state, {}, fake_mode)[0]]
-        if recipe and _failure(c, recipe, traced, expected, fake_mode) is None:
-            return None, recipe
+        if _failure(c, recipe, traced, expected, fake_mode) is None:
+            return None, recipe or None
     return reason, c.recipe
 
 

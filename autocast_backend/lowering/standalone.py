@@ -64,7 +64,9 @@ def lower_autocast(
     _check_one_fake_mode(graph_module)
     overrides = bind(parse_overrides("policies", policies), graph_module)
     flat, _ = hops_to_regions(graph_module)
-    context = Context(ambient=AutocastState.of(ambient), overrides=overrides, watched=False)
+    context = Context(
+        AutocastState.of(ambient), other_dtypes="cast", overrides=overrides, watched=False
+    )
     propagated = not context.ambient.enabled_devices
     if context.overrides or not propagated:
         _check_no_submodules(graph_module)

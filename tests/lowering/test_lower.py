@@ -101,6 +101,30 @@ class PaddedLayer(nn.Module):
         return F.pad(self.layer(x)[None], (1, 1), mode="reflect")  # float32 under autocast
 
 
+def _mse(x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(x, x + 1, weight=x.abs())
+
+
+def _pooled(x: torch.Tensor) -> torch.Tensor:
+    return F.max_pool3d(x, 2, return_indices=True)[0]
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("call", [_mse, _pooled])
+def test_a_call_that_is_not_the_op_of_its_name_serves_every_dtype(
+    call: Any, given: torch.dtype
+) -> None:
+    """With float32 arguments, the casts to float32 that the ops have are none, and look right."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return call(x)
+
+    x = torch.randn(2, 4, 4, 4)
+    lowered = lower_autocast(capture(region, x))
+    assert_same_bits(lowered(x.to(given))[0], region(x.to(given)))
+
+
 def test_an_ambient_state_that_the_graph_was_not_captured_under() -> None:
     """What autocast does to a call follows from the dtypes that it gets there."""
     model, x = PaddedLayer(), torch.randn(4, 8)
