@@ -21,7 +21,7 @@ from .._torch.fake_tensors import observing
 from ..policies.table import Policy
 from ..state import AutocastState
 from ..validation.compare import Failed, Observation, difference, observe
-from ..validation.verdicts import key_of
+from ..validation.verdicts import key_of, names_an_address
 from . import recipes
 from .planning import Candidate
 from .proving import looks_mutating
@@ -55,9 +55,24 @@ def judge_other_dtypes(candidates: list[Candidate], fake_mode: Any) -> None:
             c.shared = ()
 
 
+def treats_other_dtypes(c: Candidate, fake_mode: Any, known: dict[str, bool]) -> bool:
+    """Whether autocast treats a call without a policy where its arguments have other dtypes.
+
+    Args:
+        known: answers that were given before, to be kept by the caller.
+    """
+    key = key_of(c.node, None, c.placement.state, c.grad, strict=True)
+    answer = known.get(key)
+    if answer is None:
+        variants, eager = _seen(c, fake_mode)
+        answer = _failure(c, Recipe(), variants, eager, fake_mode) is not None
+        if not names_an_address(key):  # example values are replaced between two questions
+            known[key] = answer
+    return answer
+
+
 def _settle(c: Candidate, fake_mode: Any) -> _Answer:
-    variants = list(_variants(c.node))
-    eager = [_watch(c, Recipe(), c.placement.state, v, fake_mode)[0] for v in variants]
+    variants, eager = _seen(c, fake_mode)
     reason = _failure(c, c.recipe or Recipe(), variants, eager, fake_mode)
     if reason is None:
         return None, c.recipe
@@ -76,6 +91,12 @@ def _settle(c: Candidate, fake_mode: Any) -> _Answer:
         if _failure(c, recipe, traced, expected, fake_mode) is None:
             return None, recipe or None
     return reason, c.recipe
+
+
+def _seen(c: Candidate, fake_mode: Any) -> tuple[list[_Variant], list[Observation | Failed]]:
+    """Arguments of other dtypes, and what eager autocast does with each."""
+    variants = list(_variants(c.node))
+    return variants, [_watch(c, Recipe(), c.placement.state, v, fake_mode)[0] for v in variants]
 
 
 def _failure(

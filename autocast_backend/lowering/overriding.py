@@ -23,6 +23,7 @@ from ..policies.overrides import Override, Overrides, PolicyError
 from ..regions import Placement, call_name, find_regions, is_region_node
 from ..validation.compare import Failed, observe
 from . import recipes
+from .other_dtypes import treats_other_dtypes
 from .passed_over import PassedOver
 from .planning import Candidate, Overridden, touches_tensors
 from .proving import follow, looks_mutating, treats, written_and_returned
@@ -35,6 +36,7 @@ class Overrider:
     whether autocast treats a call at all hangs on what the calls before it give.
 
     Attributes:
+        other_dtypes: whether the graph is to run for other dtypes than it has values of, too.
         calls: filled with the calls that are overridden.
         passed_over: told of all calls.
         first: the first override that was followed.
@@ -42,10 +44,12 @@ class Overrider:
 
     overrides: Overrides
     validate: str
+    other_dtypes: bool
     calls: dict[fx.Node, Overridden]
     passed_over: PassedOver
     first: Override | None = None
     _treated: dict[str, bool] = field(default_factory=dict)
+    _treated_otherwise: dict[str, bool] = field(default_factory=dict)
 
     def forces(self, node: fx.Node, placement: Placement) -> bool:
         """Whether an override decides about a call without a look at what autocast makes of it,
@@ -53,8 +57,7 @@ class Overrider:
         override = self.overrides.of(node) if placement.state.enabled_devices else None
         if override is None:
             return False
-        by_name = override.key == "op" and override.policy is not None
-        return by_name or recipes.build(node, placement.state) is not None
+        return override.key == "op" or recipes.build(node, placement.state) is not None
 
     def decide(
         self, node: fx.Node, placement: Placement, grad: bool, fake_mode: Any, refused: str | None
@@ -136,7 +139,9 @@ class Overrider:
         return override if named else None
 
     def _is_treated(self, c: Candidate, fake_mode: Any) -> bool:
-        return treats(c, fake_mode, self.validate, self._treated)
+        return treats(c, fake_mode, self.validate, self._treated) or (
+            self.other_dtypes and treats_other_dtypes(c, fake_mode, self._treated_otherwise)
+        )
 
 
 def _writes(c: Candidate, fake_mode: Any) -> bool:

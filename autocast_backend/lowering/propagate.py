@@ -59,7 +59,13 @@ def propagate(graph_module: fx.GraphModule, context: Context) -> fx.GraphModule:
         fake_mode = fake_mode_of([n.meta.get("example_value") for n in graph_module.graph.nodes])
     if fake_mode is not None:
         passed_over = PassedOver(context.overrides)
-        overrider = Overrider(context.overrides, context.validate, context.overridden, passed_over)
+        overrider = Overrider(
+            context.overrides,
+            context.validate,
+            context.other_dtypes == "all",
+            context.overridden,
+            passed_over,
+        )
         run = _Run(overrider, NestedCalls(context.overrides, graph_module), fake_mode)
         with running(fake_mode), functorch_levels_restored():
             # A call may write to its inputs; leaves that require grad are safe from that.

@@ -665,6 +665,33 @@ def test_overrides() -> None:
         lower(program, policies={"module": {"third": "fp32"}})
 
 
+class Padded(nn.Module):
+    """Autocast casts what `pad` gets to float32: where it is float32 already, that is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padding = nn.ReflectionPad1d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(**BF16):
+            return self.padding(x)
+
+
+@pytest.mark.parametrize(("key", "name"), [("op", "aten::pad"), ("module", "padding")])
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("off", torch.bfloat16), ({"dtype": torch.float16}, torch.float32)]
+)
+def test_an_override_holds_for_dtypes_that_the_program_was_not_exported_with(
+    key: str, name: str, asked: Any, expected: torch.dtype
+) -> None:
+    program = torch.export.export(Padded(), (torch.randn(1, 4, 8),))
+    policies = {key: {name: asked}}
+    lowered, report = autocast_backend.export.lower_with_report(program, policies=policies)
+    assert len(report.overridden) == 1
+    assert not report.passed_over
+    assert module(lowered)(torch.randn(1, 4, 8, dtype=torch.bfloat16)).dtype is expected
+
+
 def test_a_program_of_bfloat16_inputs_is_right_for_others() -> None:
     """Nothing of the composite's products is to be seen where the inputs have that dtype."""
 
