@@ -49,9 +49,9 @@ def lower_autocast(
         does. Calls without a policy of their own that were proved equal, and brackets, were proved
         for the dtypes of the example values. A custom op without a rule for autocast, whose kernel
         nobody sees, stays in a bracket. Brackets are written as the regions were. An input whose
-        value requires grad is cast once for all its uses, as eager's weight cache has it, where
-        the graph does not switch that cache off (`make_fx` does in the regions that it writes).
-        Elsewhere the gradients of an input that is cast twice add up in float32.
+        value is float32 and requires grad is cast once for all its uses, as eager's weight cache
+        has it, where the graph does not switch that cache off (`make_fx` does in the regions that
+        it writes). Elsewhere the gradients of an input that is cast twice add up in float32.
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be, a graph without example
