@@ -30,6 +30,7 @@ from .surroundings import (
     OnDevice,
     Reentrantly,
     SelectivelyCheckpointed,
+    Stashed,
     Twice,
     Uncached,
     WithGradientPenalty,
@@ -240,6 +241,8 @@ def put_right(plan: Plan) -> Plan:
         changed |= {"backward": "auto"}
     if plan.compiled != "step":
         changed |= {"compiled_autograd": False}
+    if Stashed in around:  # AOTAutograd gives zeros to the parameters of what only leaves something
+        changed |= {"skips": ()}
     kinds = {kind for kind, *_ in plan.steps}
     if plan.compiled != "model" or "freeze" in kinds or "low" in kinds or "assign" in kinds:
         changed |= {"ddp": False}
