@@ -318,6 +318,26 @@ def test_gradients_of_a_reused_weight() -> None:
     assert not torch.equal(gradient(program.module()), expected)
 
 
+class Power(nn.Module):
+    def forward(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(**BF16):
+            return torch.linalg.matrix_power(w, 3), w @ w
+
+
+def test_gradients_of_a_weight_that_a_composite_reads_several_times() -> None:
+    """Of a weight in float16 eager autocast would keep no cast, and `matrix_power` make three."""
+
+    def gradient(run: Any) -> Tensor:
+        w = X[:, :4].clone().requires_grad_()
+        sum(y.float().square().mean() for y in run(w)).backward()
+        return w.grad
+
+    program = torch.export.export(Power(), (X[:, :4].clone().requires_grad_(),))
+    lowered, report = autocast_backend.export.lower_with_report(program)
+    assert not report.bracketed
+    assert_same_bits(gradient(module(lowered)), gradient(Power()))
+
+
 def checks(program: ExportedProgram) -> list[fx.Node]:
     check = torch.ops.aten._assert_tensor_metadata.default
     return [n for n in nodes_of(program.graph_module) if n.target is check]
