@@ -29,7 +29,11 @@ CACHED = (*WEIGHTS, "x", "y")
 """Leaves in float32 that require grad, whose casts eager autocast caches."""
 
 
-def make_inputs() -> dict[str, torch.Tensor]:
+Dtypes = tuple[torch.dtype | None, ...]
+"""Of all inputs and weights; None for their own."""
+
+
+def make_inputs(dtypes: Dtypes = ()) -> dict[str, torch.Tensor]:
     """Fresh square inputs and weights, the same numbers every time. `low` has no gradient."""
     generator = torch.Generator().manual_seed(0)
 
@@ -39,6 +43,8 @@ def make_inputs() -> dict[str, torch.Tensor]:
     made = {name: randn(SIZE, SIZE) for name in (*INPUTS, *WEIGHTS)}
     made["low"], made["half"] = made["low"].bfloat16(), made["half"].half()
     made["double"], made["bias"] = made["double"].double(), randn(SIZE)
+    for name, dtype in zip(made, dtypes, strict=bool(dtypes)):
+        made[name] = made[name].to(dtype or made[name].dtype)
     return {name: t.requires_grad_(name != "low") for name, t in made.items()}
 
 

@@ -12,31 +12,50 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
+from hypothesis import strategies as st
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import lower_autocast
+from autocast_backend.export import lower_with_report, module
+from autocast_backend.lowering.other_dtypes import DTYPES
 from autocast_backend.state import AutocastState
-from tests.conformance.programs import CALLS, Piece, Player, Program, Writer, make_inputs, programs
+from tests.conformance.programs import (
+    CALLS,
+    Dtypes,
+    Piece,
+    Player,
+    Program,
+    Writer,
+    make_inputs,
+    programs,
+)
 from tests.support import TORCH, assert_same_bits, autocast_put_right
 
 IN_CI = 200
 COMPILED_IN_CI = 16
 CHECKPOINTED_IN_CI = 16
 LITE_IN_CI = 5
+EXPORTED_IN_CI = 25
 
 
 def autocast(region: tuple[tuple[str, Any], ...]) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(**dict(region)) if region else contextlib.nullcontext()
 
 
-def results(run: Callable[[dict[str, torch.Tensor]], list[torch.Tensor]], program: Program) -> Any:
+def results(
+    run: Callable[[dict[str, torch.Tensor]], list[torch.Tensor]],
+    program: Program,
+    dtypes: Dtypes = (),
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The outputs of one run, and the gradients of all inputs and weights."""
-    values = make_inputs()
+    values = make_inputs(dtypes)
     outputs = run(values)
     losses = [t.float().square().mean() for t in outputs if t.requires_grad]
     if losses:
@@ -157,6 +176,79 @@ def test_compiled_programs(pytestconfig: pytest.Config) -> None:
     assert graphs["programs"] >= (wanted // 50 if wanted else COMPILED_IN_CI)
     assert graphs["graphs"] > graphs["programs"] // 2
     assert graphs["lowered"] > graphs["programs"] // 2
+
+
+class Exportable(nn.Module):
+    """A program with what is around it, but for what `torch.export` does not have: graph breaks and
+    regions without a weight cache."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        steps = [
+            replace(s, region=self._cached(s.region)) for s in program.steps if s.kind != "break"
+        ]
+        program = replace(program, steps=tuple(steps), around=self._cached(program.around))
+        self.run = compiled(program)
+
+    @staticmethod
+    def _cached(region: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+        return tuple({**dict(region), "cache_enabled": None}.items()) if region else region
+
+    def forward(self, **values: torch.Tensor) -> list[torch.Tensor]:
+        return self.run(values)
+
+
+_DTYPES = st.tuples(*[st.sampled_from([None, *DTYPES]) for _ in make_inputs()])
+
+
+def test_exported_programs(pytestconfig: pytest.Config) -> None:
+    """Programs as `torch.export` writes them, lowered, and run with other dtypes than they were
+    exported with, against the same programs under real autocast.
+
+    Their gradients are eager mode's, too: `torch.export` has a weight cast at each use, which adds
+    them up in another way.
+    """
+    wanted = pytestconfig.getoption("--programs")
+    tried: Counter[str] = Counter()
+
+    @count(wanted and wanted // 10, EXPORTED_IN_CI)
+    @given(programs(), _DTYPES, st.lists(_DTYPES, min_size=2, max_size=2))
+    def check(program: Program, first: Dtypes, others: list[Dtypes]) -> None:
+        model = Exportable(program)
+        try:
+            with autocast_put_right():
+                expected = results(lambda values: model(**values), program, first)
+                exported = torch.export.export(model, (), make_inputs(first))
+        except RuntimeError:
+            tried["raise in eager"] += 1
+            reject()
+        lowered, report = lower_with_report(exported)
+        theirs, ours = module(exported), module(lowered)
+        for dtypes in (first, *others):
+            try:
+                real = results(lambda values: theirs(**values), program, dtypes)
+            except RuntimeError:  # eager mode does not mix these
+                continue
+            actual = results(lambda values: ours(**values), program, dtypes)
+            assert_same_bits(actual[0], real[0], str(dtypes))
+            if dtypes is not first:
+                tried["with other dtypes"] += 1
+                continue
+            try:
+                assert_same_bits(actual[1], real[1])
+            except AssertionError:
+                assert_same_bits(actual, expected)
+        tried["equal"] += 1
+        tried["lowered"] += report.lowered > 0
+        tried["with brackets"] += bool(report.bracketed)
+
+    check()
+    print(dict(tried))
+    assert tried["equal"] >= (wanted // 10 if wanted else EXPORTED_IN_CI)
+    assert tried["with other dtypes"] > tried["equal"] // 2
+    assert tried["lowered"] > tried["equal"] // 2
+    assert 0 < tried["with brackets"] < tried["equal"] // 2
+    assert tried["raise in eager"] < tried["equal"] // 4
 
 
 @pytest.mark.slow
