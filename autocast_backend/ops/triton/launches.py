@@ -18,6 +18,9 @@ ALIGNMENT = 16  # bytes that a thread loads or stores at a time
 TILE = 4096  # elements that a program casts: 16 for each of 256 threads
 STATS_TILE = 2048  # fewer, as each of them has four numbers of its own
 WARPS = 8
+# A product is rounded before anything is added to it. (Triton 3.9 fuses the two where nothing is
+# said, with a warning; later ones do not.)
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 STATS_PROGRAMS_PER_PROCESSOR = 8
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = {  # that have kernels, and what Triton calls them
@@ -93,7 +96,7 @@ def _variant(to: torch.dtype, source: torch.dtype, aligned: bool, tile: int) -> 
         "FROM": getattr(tl, DTYPES[source]),
         "ALIGNED": aligned,
         "TILE": tile,
-        "num_warps": WARPS,
+        **OPTIONS,
     }
 
 

@@ -61,7 +61,8 @@ def ptx(name: str, source: torch.dtype, to: torch.dtype, aligned: bool, architec
         signature = {"table": "*i64", "size": "i32", **OTHERS[name]}
         pointers = [0]
     variant = launches._variant(to, source, aligned, tile)
-    constants = {key: value for key, value in variant.items() if key != "num_warps"}
+    options = {key: variant[key] for key in launches.OPTIONS}
+    constants = {key: value for key, value in variant.items() if key not in options}
     if name == "stochastic_cast_kernel":
         constants |= {"FRACTION": GRIDS[to].fraction, "BOTTOM": GRIDS[to].bottom}
     if name in ("multi_cast_kernel", "stochastic_cast_kernel"):
@@ -74,7 +75,7 @@ def ptx(name: str, source: torch.dtype, to: torch.dtype, aligned: bool, architec
             attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
         ),
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": variant["num_warps"]},
+        options=options,
     )
     return compiled.asm["ptx"]
 
@@ -93,6 +94,11 @@ CASES = [
     ("stochastic_cast_kernel", f32, bf16),
     ("cast_with_stats_kernel", f32, f16),
 ]
+
+
+def test_a_product_is_rounded_by_itself() -> None:
+    products = re.findall(r"\bmul\.\S*f32", ptx("unscale_cast_kernel", f16, f32, True, 90))
+    assert set(products) == {"mul.rn.f32"}  # without .rn, ptxas may fuse it with an addition
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
