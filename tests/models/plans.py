@@ -233,8 +233,9 @@ def put_right(plan: Plan) -> Plan:
     around = {a for _, around in plan.blocks for a in around}
     whole = plan.compiled in ("model", "in place", "forward") and plan.ambient
     whole = whole and not around & OWN_REGIONS and not names & READS_STATE
-    # Outside of regions, where Dynamo traces with the option, a convolution may not mix dtypes.
-    mixes = plan.input_dtype is not torch.float32 and any(n.startswith("conv") for n in names)
+    # Outside of regions, where Dynamo traces with the option, these may not mix dtypes.
+    unmixed = {n for n in names if n.startswith("conv")} | {"ensemble"} & names
+    mixes = plan.input_dtype is not torch.float32 and unmixed
     if not whole or names & BREAKS or mixes or not plan.cache_enabled:
         changed |= {"option": False}
     if not whole or names & BREAKS or plan.compiled_autograd:
