@@ -18,19 +18,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the process's exit status."""
     options = _parser().parse_args(arguments)
     try:
+        # What becomes of the output of `explain`, and how it ends, is up to its program.
+        return _explain(options) if options.command == "explain" else _print_answer(options)
+    except KernelTierError as error:
+        print(f"smart-autocast: {error}", file=sys.stderr)
+        return 1
+
+
+def _print_answer(options: argparse.Namespace) -> int:
+    try:
         if options.command == "policies":
             status = _policies(options.device, options.check)
         elif options.command == "lower":
             status = _lower(options)
-        elif options.command == "explain":
-            status = _explain(options)
         else:
             status = _info()
         sys.stdout.flush()
         return status
-    except KernelTierError as error:
-        print(f"smart-autocast: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # the reader has seen enough: `smart-autocast policies | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -432,12 +432,14 @@ ENDS = {
 }
 
 
+@pytest.mark.parametrize("status", [0, 7])
 @pytest.mark.parametrize("end", ENDS)
 def test_what_becomes_of_the_output_changes_neither_the_page_nor_the_status(
-    end: str, tmp_path: Path
+    end: str, status: int, tmp_path: Path
 ) -> None:
     program, page = tmp_path / "train.py", tmp_path / "casts.html"
-    program.write_text(ENDS[end] + "raise SystemExit(7)\n", encoding="utf-8")
+    ending = f"raise SystemExit({status})\n" if status else ""
+    program.write_text(ENDS[end] + ending, encoding="utf-8")
     command = [sys.executable, "-m", "autocast_backend.cli", "explain", "--report", str(page)]
     done = subprocess.run(
         [*command, str(program)],
@@ -445,7 +447,7 @@ def test_what_becomes_of_the_output_changes_neither_the_page_nor_the_status(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 7, done.stderr
+    assert done.returncode == status, done.stderr
     assert page.is_file()
     assert ("self.schicht_\\xfc.weight" in done.stdout) == (end == "unicode")
     assert ("cannot be printed" in done.stderr) == (end == "closed")
@@ -460,6 +462,15 @@ def test_a_reader_of_the_report_who_leaves(tmp_path: Path) -> None:
     done.stdout.close()
     assert done.wait() == 7
     assert page.is_file()
+
+
+def test_a_broken_pipe_of_the_program_is_seen(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("raise BrokenPipeError('of a socket')\n")
+    done = run(str(program))
+    assert done.returncode == 1
+    assert "BrokenPipeError: of a socket" in done.stderr
+    assert "no graph was compiled" in done.stdout
 
 
 def test_a_page_that_cannot_be_written_does_not_cost_the_report(tmp_path: Path) -> None:
