@@ -8,7 +8,7 @@ import torch
 
 from autocast_backend import unscale_cast
 from tests.ops.smart_cast_suite import assert_same, sample
-from tests.ops.test_multi_cast_values import assert_same_numbers
+from tests.ops.test_multi_cast_values import assert_same_numbers, misaligned
 from tests.ops.test_unscale_cast import in_two_passes, mixture
 
 op = torch.ops.smart_autocast.unscale_cast.out
@@ -19,13 +19,15 @@ SCALE = torch.tensor(3.0)
 @pytest.mark.parametrize("dtype", [f32, f64, f16, bf16])
 def test_into_other_tensors(dtype: torch.dtype) -> None:
     for grads in (mixture(), [*mixture(), torch.tensor([1.0, torch.inf])], []):
-        out = [torch.full_like(grad, 7, dtype=dtype).contiguous() for grad in grads]
-        unscaled = unscale_cast(grads, SCALE, dtype, out=out)
         wanted, found = in_two_passes(grads, SCALE, dtype)
-        assert [id(t) for t in unscaled.tensors] == [id(t) for t in out]
-        for result, other in zip(out, wanted, strict=True):
-            assert_same_numbers(result, other.contiguous())
-        assert_same(unscaled.found_inf, found)
+        out = [torch.full_like(grad, 7, dtype=dtype).contiguous() for grad in grads]
+        askew = [misaligned(tensor) if tensor.numel() > 0 else tensor for tensor in out]
+        for results in (out, askew):
+            unscaled = unscale_cast(grads, SCALE, dtype, out=results)
+            assert [id(t) for t in unscaled.tensors] == [id(t) for t in results]
+            for result, other in zip(results, wanted, strict=True):
+                assert_same_numbers(result, other.contiguous())
+            assert_same(unscaled.found_inf, found)
 
 
 def test_strides_and_what_lies_between() -> None:
@@ -42,7 +44,9 @@ def test_in_place(dtype: torch.dtype) -> None:
     def some() -> list[torch.Tensor]:
         wide = sample(dtype, 4, 6)
         large = sample(dtype, 300_007)
-        return [sample(dtype, 3, 5), wide.t(), sample(dtype, 4, 6)[:, ::2], large, sample(dtype)]
+        askew = misaligned(sample(dtype, 50))
+        slices = sample(dtype, 4, 6)[:, ::2]
+        return [sample(dtype, 3, 5), wide.t(), slices, large, sample(dtype), askew]
 
     grads = some()
     versions = [grad._version for grad in grads]

@@ -41,6 +41,9 @@ bool unscale(const Unscale& how, const UnscaleRun& run, const Stretch& part) {
   alignas(64) char narrow[kElements * sizeof(double)];
   alignas(64) char wide[kElements * sizeof(double)];
   alignas(64) char product[kElements * sizeof(double)];
+  // Straight to the result where nothing is left to do, and the loop can store there.
+  const bool aligned = reinterpret_cast<uintptr_t>(part.to) % run.to_size == 0;
+  const bool finish = how.widen != nullptr || part.stream || !aligned;
   bool found = false;
   for (int64_t done = 0; done < part.count; done += kElements) {
     const int64_t now = std::min(kElements, part.count - done);
@@ -51,9 +54,7 @@ bool unscale(const Unscale& how, const UnscaleRun& run, const Stretch& part) {
         block = buffer;
       }
     }
-    // Straight to the result where nothing is left to do.
     char* to = part.to + done * run.to_size;
-    const bool finish = how.widen != nullptr || part.stream;
     void* into = finish ? product : to;
     if (how.is_double) {
       found |= how.loops.scale_double(static_cast<double*>(into), static_cast<const double*>(block),
