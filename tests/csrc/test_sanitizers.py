@@ -72,6 +72,9 @@ def test_cpu_kernels(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["--capture=sys"]  # a report is written to the file descriptor, and ends the process
     command += ["-m", "not slow", "-k", NOT, *(f"tests/ops/{name}" for name in TESTS)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert " passed" in done.stdout
+    for capability in ({}, {"ATEN_CPU_CAPABILITY": "default"}):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment | capability, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        assert " passed" in done.stdout

@@ -82,6 +82,9 @@ def test_sizes_and_alignment(source: torch.dtype, target: torch.dtype) -> None:
         wanted = torch.zeros_like(memory)
         wanted[3:-6] = view.to(target)
         assert_same_numbers(memory, wanted)
+    askew = misaligned(some[:99])
+    (result,) = multi_cast([askew], target, out=[misaligned(torch.zeros(99, dtype=target))])
+    assert_same_numbers(result, askew.to(target, copy=True))
 
 
 @pytest.mark.parametrize("seed", range(4))

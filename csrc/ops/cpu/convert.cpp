@@ -16,36 +16,22 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-// One element at a time, with the conversions of torch's own scalar types.
+// One element at a time, with the conversions of torch's own scalar types; loaded and stored as
+// bytes, for it may have any address.
 struct Lanes {
   static constexpr int kSize = 1;
   using Register = float;
 
   template <typename From>
   static float load(const From* from) {
-    return static_cast<float>(*from);
+    From number;
+    std::memcpy(static_cast<void*>(&number), static_cast<const void*>(from), sizeof(number));
+    return static_cast<float>(number);
   }
-  template <typename, typename To>
+  template <typename From, typename To>
   static void store(To* to, float value) {
-    *to = static_cast<To>(value);
-  }
-  template <typename From>
-  static void store(Half* to, float value) {
-    // As the processor's instruction does it; torch's scalar type drops the payload of a NaN.
-    if (std::is_same_v<From, float> && value != value) {
-      const auto bits = torch::headeronly::bit_cast<uint32_t>(value);
-      to->x = static_cast<uint16_t>((bits >> 16 & 0x8000) | 0x7e00 | (bits >> 13 & 0x03ff));
-    } else {
-      *to = static_cast<Half>(value);
-    }
-  }
-  template <typename>
-  static void store(Float8_e4m3fn* to, float value) {
-    to->x = to_float8<Float8_e4m3fn>(value, beyond_float8<Float8_e4m3fn>());
-  }
-  template <typename>
-  static void store(Float8_e5m2* to, float value) {
-    to->x = to_float8<Float8_e5m2>(value, beyond_float8<Float8_e5m2>());
+    const To number = convert<From, To>(value);
+    std::memcpy(static_cast<void*>(to), static_cast<const void*>(&number), sizeof(number));
   }
   template <typename From, typename To>
   static void stream(To* to, float value) {
@@ -53,6 +39,24 @@ struct Lanes {
   }
   static void fence() {}
   static void prefetch(const void*) {}
+
+ private:
+  template <typename From, typename To>
+  static To convert(float value) {
+    if constexpr (std::is_same_v<To, Half> && std::is_same_v<From, float>) {
+      // As the processor's instruction does it; torch's scalar type drops the payload of a NaN.
+      if (value != value) {
+        const auto bits = torch::headeronly::bit_cast<uint32_t>(value);
+        return from_bits<Half>(
+            static_cast<uint16_t>((bits >> 16 & 0x8000) | 0x7e00 | (bits >> 13 & 0x03ff)));
+      }
+    }
+    if constexpr (std::is_same_v<To, Float8_e4m3fn> || std::is_same_v<To, Float8_e5m2>) {
+      return from_bits<To>(to_float8<To>(value, beyond_float8<To>()));
+    } else {
+      return static_cast<To>(value);
+    }
+  }
 };
 
 // Elements of one dtype, to themselves. A line of the cache at a time where the stores go around
