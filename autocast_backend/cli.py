@@ -118,7 +118,7 @@ def _explain(options: argparse.Namespace) -> int:
     from .explaining import collecting
 
     sys.argv = [str(program), *options.arguments]
-    sys.path[0] = str(program.absolute().parent)
+    sys.path[0] = str(program.resolve().parent)
     with collecting() as report:
         try:
             runpy.run_path(str(program), run_name="__main__")

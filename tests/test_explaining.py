@@ -396,6 +396,18 @@ def test_the_command_runs_a_program_and_ends_as_it_does(tmp_path: Path) -> None:
     assert "<title>Casts of train.py</title>" in page.read_text()
 
 
+def test_the_command_finds_what_lies_beside_a_program_that_a_link_leads_to(tmp_path: Path) -> None:
+    """As Python does."""
+    (tmp_path / "beside.py").write_text("print('found')\n")
+    (tmp_path / "train.py").write_text("import beside\n")
+    link = tmp_path / "bin" / "train"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "train.py")
+    done = run(str(link))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("found\n")
+
+
 def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     from autocast_backend import cli
 
