@@ -115,7 +115,8 @@ ConvertFunction find_convert_default(ScalarType to, ScalarType from) {
 
 ConvertFunction find_convert(ScalarType to, ScalarType from) {
   if (to == ScalarType::Float8_e4m3fn) {
-    beyond_float8_e4m3fn = ask_beyond_float8_e4m3fn();
+    // Once, not at each call: other threads may be reading it.
+    [[maybe_unused]] static const int32_t known = beyond_float8_e4m3fn = ask_beyond_float8_e4m3fn();
   }
   ConvertFunction found = nullptr;
 #if defined(__x86_64__)
