@@ -2,7 +2,7 @@
 
 // Every tensor in `dtype`, each number rounded to one of its two neighbours there, with
 // probabilities that make the result right on average. A function of its arguments alone: the same
-// bits on every device, with any number of threads.
+// bits on every device, but for NaNs, with any number of threads.
 //
 // Random words. An element's place is where it lies in its result, whose strides are those that
 // aten::to gives (the argument's where that is dense, of whatever order of dimensions). Every
@@ -25,7 +25,8 @@
 // so what `dtype` has stays as it is, and the mean is x up to 2^-32 of q. Neighbours go on beyond
 // the largest number as if exponents did: what is between that and the next is rounded to either,
 // and then cast by aten::to, which makes infinity of the next (float8_e4m3fn: NaN, or the largest
-// number again, by the version of torch). Infinities and NaNs become what aten::to makes of them.
+// number again, by the version of torch). Infinities become what aten::to makes of them; a NaN
+// stays a NaN, of any bits.
 //
 // `dtype` is bfloat16, float16, float8_e4m3fn or float8_e5m2; the tensors are floating, on one
 // device, of any mixed dtypes and shapes; those that `dtype` holds exactly just become it. No
