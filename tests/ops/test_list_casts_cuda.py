@@ -23,7 +23,9 @@ def mixture() -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(KERNEL_TIER.name != "native", reason="the native kernels'")
-@pytest.mark.parametrize("op", ["unscale_cast", "stochastic_cast", "cast_with_stats"])
+@pytest.mark.parametrize(
+    "op", ["unscale_cast", "unscale_cast.out", "stochastic_cast", "cast_with_stats"]
+)
 def test_kernels_are_registered(op: str) -> None:
     assert KERNEL_TIER.cuda_library is not None, KERNEL_TIER.cuda_reason
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"smart_autocast::{op}", "CUDA")
