@@ -51,7 +51,8 @@ def lower_autocast(
         nobody sees, stays in a bracket. Brackets are written as the regions were. An input whose
         value is float32 and requires grad is cast once for all its uses, as eager's weight cache
         has it, where the graph does not switch that cache off (`make_fx` does in the regions that
-        it writes). Elsewhere the gradients of an input that is cast twice add up in float32.
+        it writes), and its `w.float()` is `w` there, which is not so of one given in float64.
+        Elsewhere the gradients of an input that is cast twice add up in float32.
 
     Raises:
         TypeError, ValueError: an argument that is not what it should be, a graph without example
