@@ -291,6 +291,8 @@ def programs(draw: Callable[[Any], Any], checkpoints: bool = False) -> Program:
             steps.append(_a_call(draw, calls, values, states[-1], scope, len(steps)))
         if not around and all(step.kind == "checkpoint" for step in opened):
             scope.clear()
+    if all(step.kind == "break" for step in steps):
+        steps.append(_a_call(draw, calls, values, states[-1], scope, len(steps)))
     return Program(tuple(steps), around, backward)
 
 
