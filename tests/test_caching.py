@@ -155,6 +155,51 @@ def test_a_second_process_follows_another_state_of_its_backward(
     assert off["values"] == then_off["values"] != on["values"] == then_on["values"]
 
 
+CHANNELS_LAST = """
+import json, torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.c = nn.Linear(8, 8)
+    def forward(self, x):
+        y = self.a(x).relu()
+        with torch.autocast("cpu", enabled=False):
+            y = self.b(y.float()).sin()
+        return self.c(y.mean((2, 3)))
+
+torch.manual_seed(0)
+model = Model()
+compiled = torch.compile(model, backend="smart_autocast", dynamic=True)
+close = []
+for n in (4, 5, 6):
+    gradients = []
+    for function in (compiled, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(torch.ones(n, 3, 8, 8))
+        with torch.autocast("cpu", torch.float16):
+            gradients.append(torch.autograd.grad(out.mean(), list(model.parameters())))
+    close += [torch.allclose(a, b, rtol=0.02, atol=1e-3) for a, b in zip(*gradients)]
+print(json.dumps({
+    "hit": counters["aot_autograd"]["autograd_cache_hit"] > 0,
+    "variants": counters["smart_autocast"]["backward_variants"] > 0,
+    "close": close,
+}))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_knows_the_strides_of_dynamic_sizes(unfilled: Path, run: Run) -> None:
+    """Inductor has convolutions give channels last, which a backward for another state reads."""
+    cold, warm = (run(unfilled, CHANNELS_LAST, before="") for _ in range(2))
+    assert (cold["hit"], warm["hit"]) == (False, True)
+    assert cold["variants"] and warm["variants"]
+    assert cold["close"] == warm["close"] == [True] * 18
+
+
 @pytest.mark.slow
 def test_a_package_does_not_lose_what_follows_the_state(
     unfilled: Path, run: Run, tmp_path: Path

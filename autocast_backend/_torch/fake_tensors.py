@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -174,11 +174,33 @@ def fake_like(fake: Any, real: Any) -> Any:
         mode = TracingContext.get().fake_mode
         assert mode is not None, "a backward is compiled in the context of its forward"
         return mode.from_tensor(real, static_shapes=True)
-    if any(isinstance(size, torch.SymInt) for size in fake.shape) or (
-        fake.stride() == real.stride()
-    ):
+    if not any(isinstance(size, torch.SymInt) for size in fake.shape):
+        same = fake.stride() == real.stride()
+        return fake if same else fake.as_strided(fake.shape, real.stride())
+    # Of dynamic sizes the strides are other numbers at each call: the order of the dimensions is
+    # what a compiled forward chooses (channels last, say).
+    hints = [n.node.hint if isinstance(n, torch.SymInt) else n for n in fake.stride()]
+    order = _from_outermost(real.stride())
+    if None in hints or order == _from_outermost(hints):
         return fake
-    return fake.as_strided(fake.shape, real.stride())
+    strides = zip(real.shape, real.stride(), _dense_strides(real.shape, order), strict=True)
+    dense = all(size == 1 or stride == wanted for size, stride, wanted in strides)
+    return fake.as_strided(fake.shape, _dense_strides(fake.shape, order)) if dense else fake
+
+
+def _from_outermost(strides: Sequence[int]) -> list[int]:
+    """The dimensions of a tensor in the order of its memory."""
+    return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+
+
+def _dense_strides(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """The strides of a tensor without gaps, with its dimensions in this order."""
+    strides: list[Any] = [1] * len(shape)
+    elements: Any = 1
+    for dim in reversed(order):
+        strides[dim] = elements
+        elements = elements * shape[dim]
+    return strides
 
 
 def symbol_of(size: Any) -> Any | None:
