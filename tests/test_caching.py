@@ -196,7 +196,7 @@ def test_a_second_process_knows_the_strides_of_dynamic_sizes(unfilled: Path, run
     """Inductor has convolutions give channels last, which a backward for another state reads."""
     cold, warm = (run(unfilled, CHANNELS_LAST, before="") for _ in range(2))
     assert (cold["hit"], warm["hit"]) == (False, True)
-    assert cold["variants"] and warm["variants"]
+    assert (cold["variants"], warm["variants"]) == (True, True)
     assert cold["close"] == warm["close"] == [True] * 18
 
 
@@ -299,6 +299,14 @@ print(json.dumps(found))
 def test_a_number_that_became_a_constant_is_another_entry(unfilled: Path, run: Run) -> None:
     """Stock finds the code for another number (PyTorch #194976, #197889)."""
     assert run(unfilled, CHANGING_NUMBER) == [True] * 12
+
+
+@pytest.mark.slow
+def test_a_second_process_guards_on_a_number_that_became_a_constant(
+    unfilled: Path, run: Run
+) -> None:
+    """Stock, and Dynamo with it, takes what the first process compiled for every number."""
+    assert [run(unfilled, CHANGING_NUMBER) for _ in range(2)] == [[True] * 12] * 2
 
 
 BACKWARD_AFTER_STOCK = """

@@ -47,7 +47,8 @@ def backward_traced_off(
     )
 
 
-def own_cache_entries(numbers: Sequence[str] = ()) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def own_cache_entries(numbers: Sequence[str] = ()) -> Iterator[None]:
     """Keep what is compiled meanwhile apart from what stock, or another version of this package,
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
     graphs, nor of kernels that are opened (kernels.py), nor of the autocast state: stock compiles a
@@ -57,11 +58,19 @@ def own_cache_entries(numbers: Sequence[str] = ()) -> contextlib.AbstractContext
     Args:
         numbers: those that Dynamo takes for changing, with their values at this moment. Calls that
             cannot read them from a tensor have them as constants, and stock's keys do not tell
-            entries with one constant from those with another (PyTorch #194976, #197889).
+            entries with one constant from those with another (PyTorch #194976, #197889). Nor does
+            an entry of AOTAutograd's cache say which are constants, for Dynamo to guard on them:
+            graphs with such numbers have none.
     """
+    from torch._functorch import config as functorch
+
     config: Any = torch.compiler.config
     tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *numbers])
-    return config.patch(cache_key_tag=tag)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(cache_key_tag=tag))
+        if numbers:
+            stack.enter_context(functorch.patch(enable_autograd_cache=False))
+        yield
 
 
 @functools.cache

@@ -253,4 +253,5 @@ def symbol_key(symbol: Any) -> str:
 def changing_numbers(values: Iterable[Any]) -> list[str]:
     """The Python numbers among example values that Dynamo takes for changing, with the values that
     they were traced with."""
-    return sorted({symbol_key(v) for v in values if isinstance(v, torch.SymFloat)})
+    floats = (v for v in values if isinstance(v, torch.SymFloat))
+    return sorted({symbol_key(v) for v in floats if v.node.has_hint()})  # others are of tensors
