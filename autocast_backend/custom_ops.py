@@ -52,18 +52,17 @@ def first_run_watched(
     unseen = dict(ops)
 
     def tell(op: OpOverload, inner: OpOverload, tensors: list[torch.Tensor]) -> None:
-        if op not in unseen:
-            return
-        for device in unseen[op].enabled_devices:
+        state = unseen.get(op)
+        for device in () if state is None else state.enabled_devices:
             if _acts(find_policy(name_of(inner), device.device_type), tensors, device):
-                del unseen[op]
-                _warn(op, inner, device)
+                if unseen.pop(op, None) is not None:  # by no other thread meanwhile
+                    _warn(op, inner, device)
                 return
 
     def run(*args: Any) -> Any:
         if not unseen:
             return compiled(*args)
-        watching = Watching(unseen.keys(), tell)
+        watching = Watching(list(unseen), tell)
         with watching:
             results = compiled(*args)
         for op in watching.ran:

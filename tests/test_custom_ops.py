@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from torch._higher_order_ops.foreach_map import foreach_map
 from torch._higher_order_ops.map import map as hop_map
 
-from autocast_backend import CustomOpWarning
+from autocast_backend import AutocastState, CustomOpWarning, custom_ops
 from tests.support import BF16, FP16, Product, assert_same_bits, needs_torch, targets
 
 OURS = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
@@ -240,6 +242,22 @@ def test_functions_that_dynamo_does_not_trace_read_weights_of_their_own() -> Non
             expected = [function(x, w) for _ in range(2)]
             hidden.weight.mul_(2)
         assert_same_bits(actual, expected)
+
+
+def test_two_threads_may_watch_the_first_run(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    acts, both = custom_ops._acts, threading.Barrier(2)
+
+    def acts_in_both(*args: Any) -> bool:
+        both.wait(timeout=60)
+        return acts(*args)
+
+    monkeypatch.setattr(custom_ops, "_acts", acts_in_both)
+    op = torch.ops.smart_autocast_tests.product.default
+    watched = custom_ops.first_run_watched(op, {op: AutocastState.of(BF16)})
+    with pytest.warns(CustomOpWarning) as told, ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(watched, [torch.eye(4)] * 2, [torch.eye(4)] * 2))
+    assert_same_bits(results, [torch.eye(4)] * 2)
+    assert len(told) == 1
 
 
 @needs_torch(2, 12, because="a leaf function under autocast raises with gradients")
