@@ -74,19 +74,26 @@ def find_tool(name: str) -> str | None:
 
 
 @functools.cache
-def find_compiler() -> str | None:
-    """A C++ compiler that finds its own headers and Python's: CXX if set, else the first of the
-    usual names that does; None where there is none."""
+def find_compiler() -> list[str] | None:
+    """A C++ compiler that finds its own headers and Python's, with the arguments it needs: CXX if
+    set ("ccache g++" for one), else the first of the usual names that does; None for none."""
     named = os.environ.get("CXX")
     for name in [named] if named else ["c++", "g++", "clang++"]:
-        program = shutil.which(name)
+        first, *arguments = shlex.split(name) or [""]
+        program = shutil.which(first)
         if program is not None:
+            compiler = [program, *arguments]
             include = sysconfig.get_path("include")
-            command = [program, "-fsyntax-only", "-x", "c++", f"-I{include}", "-"]
+            command = [*compiler, "-fsyntax-only", "-x", "c++", f"-I{include}", "-"]
             code = "#include <Python.h>\n#include <string>\n"
             if subprocess.run(command, input=code, text=True, capture_output=True).returncode == 0:
-                return program
+                return compiler
     return None
+
+
+def compiler_option() -> str:
+    """The compiler in CMake's words, a list of a program and its arguments."""
+    return f"-DCMAKE_CXX_COMPILER={';'.join(find_compiler() or [])}"
 
 
 def find_nvcc() -> str | None:
@@ -154,7 +161,7 @@ class CMakeBuild(build_ext):
             return
         cmake, ninja, torch, torch_version = require_tools()
         configuration = [
-            f"-DCMAKE_CXX_COMPILER={find_compiler()}",
+            compiler_option(),
             f"-DPython_ROOT_DIR={sys.prefix}",
             f"-DSMART_AUTOCAST_TORCH_DIR={torch}",
             f"-DSMART_AUTOCAST_TORCH_VERSION={torch_version}",

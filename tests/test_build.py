@@ -96,6 +96,22 @@ def test_compiler_that_does_not_work(build: ModuleType, monkeypatch: pytest.Monk
     assert build.native_requirements() == []  # nothing to build: nothing to download
 
 
+def test_a_compiler_with_a_launcher_before_it(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launcher = program(tmp_path / "ccache", 'exec "$@"')
+    monkeypatch.setenv("CXX", f"{launcher} c++ -O1")
+    assert build.find_compiler() == [launcher, "c++", "-O1"]
+    # And CMake takes it: its checks of a compiler compile and link.
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.22)\nproject(probe LANGUAGES CXX)\n"
+    )
+    command = [build.find_tool("cmake"), "-G", "Ninja", "-S", str(project), "-B", str(tmp_path)]
+    subprocess.run([*command, build.compiler_option()], check=True, capture_output=True)
+
+
 def test_force_cuda_needs_a_compiler(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv("FORCE_CUDA", "1")
@@ -106,7 +122,7 @@ def test_force_cuda_needs_a_compiler(build: ModuleType, monkeypatch: pytest.Monk
 def test_only_what_is_missing_is_required(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "find_compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setattr(build, "find_compiler", lambda: ["/usr/bin/c++"])
     monkeypatch.setattr(build, "find_tool", lambda name: f"/usr/bin/{name}")
     assert build.native_requirements() == []  # torch is here: the tests run on it
     monkeypatch.setattr(build, "find_torch", lambda: None)

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +22,7 @@ NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 MOST_REGISTERS = 40
 
 INCLUDE = Path(torch.__file__).parent / "include"
-COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+COMPILER = shlex.split(os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "")
 
 pytestmark = [
     pytest.mark.slow,
@@ -159,12 +160,12 @@ def test_what_starts_early_waits_before_it_touches_memory() -> None:
         assert "st.global" in after
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 def test_thread_by_thread(tmp_path: Path) -> None:
     program = tmp_path / "emulate"
     source = Path(__file__).with_name("emulate_kernels.cpp")
     sanitizers = ["-Og", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    command = [str(COMPILER), "-std=c++20", *sanitizers, "-Wno-unknown-pragmas"]
+    command = [*COMPILER, "-std=c++20", *sanitizers, "-Wno-unknown-pragmas"]
     built = subprocess.run(
         [*command, f"-I{INCLUDE}", str(source), "-o", str(program)], capture_output=True, text=True
     )
@@ -175,13 +176,13 @@ def test_thread_by_thread(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 def test_what_is_loaded_in_a_capture(tmp_path: Path) -> None:
     """With a CUDA runtime of the test's own, in the place of its header, too."""
     (tmp_path / "cuda_runtime.h").write_text("#pragma once\n")
     program = tmp_path / "emulate"
     source = Path(__file__).with_name("emulate_captures.cpp")
-    command = [str(COMPILER), "-std=c++20", "-O1", "-DUSE_CUDA", f"-I{tmp_path}", f"-I{INCLUDE}"]
+    command = [*COMPILER, "-std=c++20", "-O1", "-DUSE_CUDA", f"-I{tmp_path}", f"-I{INCLUDE}"]
     command += ["-DTORCH_TARGET_VERSION=0x020b000000000000", str(source), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr

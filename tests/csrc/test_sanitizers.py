@@ -1,6 +1,7 @@
 """The CPU kernels under AddressSanitizer and UBSan: their tests, on a build of a copy."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+COMPILER = shlex.split(os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "")
 SANITIZE = (
     "-O0 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
 )
@@ -27,7 +28,7 @@ NOT = "not thread and not fork and not compile and not opcheck and not narrower 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler"),
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
 ]
 
@@ -37,7 +38,7 @@ def runtime_libraries() -> str:
     must be loaded before Python."""
     paths = []
     for name in ("libasan.so", "libstdc++.so.6"):
-        command = [str(COMPILER), f"-print-file-name={name}"]
+        command = [*COMPILER, f"-print-file-name={name}"]
         path = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         if not Path(path).is_absolute():
             pytest.skip(f"the compiler has no {name}")
