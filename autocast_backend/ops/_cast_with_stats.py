@@ -38,6 +38,8 @@ class _CastWithStats(torch.autograd.Function):
 
 
 def _autograd(below: Callable[..., Result], self: Tensor, dtype: torch.dtype) -> Result:
+    if self is None:  # which PyTorch hands to any op that takes a tensor
+        reference.check_castable("cast_with_stats", "tensor", self)
     if is_transformed():  # a Function would need rules of its own
         return self.to(dtype, copy=True), below(self, dtype)[1]
     if torch.is_grad_enabled() and self.requires_grad:

@@ -29,7 +29,7 @@ Unscaled = tuple[list[Tensor], Tensor]
 
 def check(grads: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> None:
     check_dtype(dtype)
-    if scale.layout != torch.strided:
+    if scale is None or scale.layout != torch.strided:
         check_castable(_OP, "scale", scale)
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise fail(

@@ -171,6 +171,8 @@ def test_errors() -> None:
         RuntimeError, match=r"'tensor' must be a dense tensor .*, got a sparse tensor"
     ):
         cast_with_stats(torch.eye(3).to_sparse(), bf16)
+    with pytest.raises(RuntimeError, match=r"'tensor' must be a dense tensor .*, got None"):
+        op(None, bf16)
 
 
 @pytest.mark.gpu

@@ -247,3 +247,5 @@ def test_a_scale_that_is_no_dense_tensor() -> None:
     scale = torch.ones(1).to_sparse()
     with pytest.raises(RuntimeError, match=r"'scale' must be a dense tensor .* got a sparse"):
         unscale_cast([sample(f32, 4)], scale)
+    with pytest.raises(RuntimeError, match=r"'scale' must be a dense tensor .* got None"):
+        torch.ops.smart_autocast.unscale_cast([sample(f32, 4)], None, f32)
