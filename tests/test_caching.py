@@ -309,6 +309,31 @@ def test_a_second_process_guards_on_a_number_that_became_a_constant(
     assert [run(unfilled, CHANGING_NUMBER) for _ in range(2)] == [[True] * 12] * 2
 
 
+ATTENTION = """
+import json, torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+def attention(q):
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+q = torch.arange(256.0).sin().view(1, 2, 16, 8)
+with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.{kernel}):
+    equal = torch.equal(torch.compile(attention, backend="{backend}")(q), attention(q))
+print(json.dumps(equal))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "second"), [("smart_autocast", True), ("inductor", False)])
+def test_a_second_process_has_the_kernels_that_it_asks_for(
+    unfilled: Path, run: Run, backend: str, second: bool
+) -> None:
+    """Stock's keys do not know about `sdpa_kernel`."""
+    kernels = ("FLASH_ATTENTION", "MATH")
+    programs = [ATTENTION.format(kernel=kernel, backend=backend) for kernel in kernels]
+    assert [run(unfilled, program) for program in programs] == [True, second]
+
+
 BACKWARD_AFTER_STOCK = """
 import contextlib, json, torch
 from torch import nn

@@ -51,9 +51,9 @@ def backward_traced_off(
 def own_cache_entries(numbers: Sequence[str] = ()) -> Iterator[None]:
     """Keep what is compiled meanwhile apart from what stock, or another version of this package,
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
-    graphs, nor of kernels that are opened (kernels.py), nor of the autocast state: stock compiles a
-    backward under the one it meets, and a pattern of Inductor's, traced again under it, may end in
-    code that mixes dtypes.
+    graphs, nor of kernels that are opened (kernels.py), nor of PyTorch's switches, such as those of
+    `sdpa_kernel`, nor of the autocast state: stock compiles a backward under the one it meets, and
+    a pattern of Inductor's, traced again under it, may end in code that mixes dtypes.
 
     Args:
         numbers: those that Dynamo takes for changing, with their values at this moment. Calls that
@@ -65,7 +65,8 @@ def own_cache_entries(numbers: Sequence[str] = ()) -> Iterator[None]:
     from torch._functorch import config as functorch
 
     config: Any = torch.compiler.config
-    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *numbers])
+    switched = map(str, switches())
+    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *switched, *numbers])
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(cache_key_tag=tag))
         if numbers:
@@ -101,8 +102,8 @@ def _set_constant_floats(names: set[str]) -> None:
 
 _einsum = torch.backends.opt_einsum
 
+# What decides how PyTorch's own code computes, and how to set it.
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-    (_constant_floats, _set_constant_floats),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
@@ -116,6 +117,13 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (lambda: _einsum.enabled, functools.partial(setattr, _einsum, "enabled")),
     (lambda: _einsum.strategy, functools.partial(setattr, _einsum, "strategy")),
 ]
+_OF_THE_GRAPH = [*_SWITCHES, (_constant_floats, _set_constant_floats)]
+
+
+def switches() -> tuple[Any, ...]:
+    """What decides, at this moment, how PyTorch's own code computes a graph or a call."""
+    on = [get() for get, _ in _SWITCHES]
+    return (torch.get_default_device(), _einsum.is_available(), *on)
 
 
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -126,18 +134,18 @@ def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
     modules = [functorch, sys.modules.get("torch._inductor.config")]
     before = [(module, module.get_config_copy()) for module in modules if module is not None]
-    switches = [get() for get, _ in _SWITCHES]
+    values = [get() for get, _ in _OF_THE_GRAPH]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for (get, put), value in zip(_SWITCHES, switches, strict=True):
+            for (get, put), value in zip(_OF_THE_GRAPH, values, strict=True):
                 if (current := get()) != value:
                     stack.callback(put, current)
                     put(value)
-            for module, values in before:
+            for module, config in before:
                 now = module.get_config_copy()
-                changed = {k: v for k, v in values.items() if k in now and now[k] != v}
+                changed = {k: v for k, v in config.items() if k in now and now[k] != v}
                 stack.enter_context(module.patch(changed))
             yield
 

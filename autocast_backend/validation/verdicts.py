@@ -1,8 +1,7 @@
 """Verdicts of validation, each asked for once.
 
 A verdict depends on what is called, on the metadata of its arguments, on the autocast state, the
-grad mode, and what a function finds inside (`_found_inside`): it is kept by a key that spells these
-out.
+grad mode and PyTorch's switches: it is kept by a key that spells these out.
 Within a process in memory; across processes in one file per graph beside torch.compile's own
 caches, so that a warm start does not validate again.
 
@@ -29,7 +28,7 @@ from torch import fx
 
 from .._logging import log
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
-from .._torch.configs import compile_cache_dir, made_with
+from .._torch.configs import compile_cache_dir, made_with, switches
 from .._torch.fake_tensors import symbol_key
 from .._torch.formulas import grad_fn_of
 from .._torch.kernels import are_closed, has_kernels_of_users
@@ -82,7 +81,7 @@ def key_of(node: fx.Node, recipe: Any, state: AutocastState, grad: bool, strict:
 
     described = _describe(fx.node.map_arg((node.args, node.kwargs), leaf))
     devices = [(d.device_type, str(d.dtype)) for d in state.enabled_devices]
-    flags = (state.cache_enabled, grad, strict, are_closed(), *_found_inside())
+    flags = (state.cache_enabled, grad, strict, are_closed(), *switches())
     return f"{_target(node.target)} {described} {recipe} {devices} {flags}"
 
 
@@ -203,19 +202,6 @@ class _Leaf:
 
     value: Any
     number: int
-
-
-def _found_inside() -> tuple[Any, ...]:
-    """What a function that Dynamo does not trace may look at."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,  # which ops an LSTM calls
-        torch.backends.opt_einsum.is_available(),  # in which order `einsum` makes its products
-        torch.backends.opt_einsum.enabled,
-        torch.backends.opt_einsum.strategy,
-    )
 
 
 def _target(target: Any) -> str:
