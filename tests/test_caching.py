@@ -309,6 +309,83 @@ def test_a_second_process_guards_on_a_number_that_became_a_constant(
     assert [run(unfilled, CHANGING_NUMBER) for _ in range(2)] == [[True] * 12] * 2
 
 
+CODE_OF_USERS = """
+import json, torch
+from torch._dynamo.utils import counters
+from torch.library import Library
+from torch.utils._pytree import tree_map_only
+
+FACTOR = {factor}
+
+@torch.library.custom_op("mine::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+twice.register_autograd(lambda ctx, grad: grad * FACTOR)
+
+ops, kernels = Library("mine", "FRAGMENT"), Library("aten", "IMPL")
+ops.define("times(Tensor x) -> Tensor")
+ops.impl("times", lambda x: x * FACTOR, "CompositeImplicitAutograd")
+
+class Scaled(torch.Tensor):
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+    def __init__(self, x):
+        self.x = x
+    def __tensor_flatten__(self):
+        return ["x"], None
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Scaled(inner["x"])
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args = tree_map_only(Scaled, lambda t: t.x * FACTOR, args)
+        return func(*args, **(kwargs or dict()))
+
+weight = Scaled(torch.ones(4, 4))
+functions = dict(
+    gradient=lambda x: twice(x @ x),
+    composite=lambda x: torch.ops.mine.times(x @ x),
+    subclass=lambda x: (x @ x).float() * weight,
+    kernel=lambda x: torch.nn.functional.silu(x @ x),
+)
+
+def numbers(function):
+    x = torch.ones(4, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = function(x)
+    out.sum().backward()
+    return [out.tolist(), x.grad.tolist()]
+
+found = dict()
+for name, function in functions.items():
+    if name == "kernel" and FACTOR != 1:
+        kernels.impl("silu", lambda x: x * FACTOR, "AutogradCPU")
+    compiled = torch.compile(function, backend="{backend}")
+    found[name] = numbers(compiled) == numbers(function)
+print(json.dumps([found, counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["smart_autocast", "inductor"])
+def test_a_second_process_runs_the_code_that_it_has(unfilled: Path, run: Run, backend: str) -> None:
+    """AOTAutograd traces what users write for custom ops, for PyTorch's ops and for subclasses of
+    tensors; that is not in its key, and what it traced for the first process, stock uses again."""
+    names = ["gradient", "composite", "subclass", "kernel"]
+    first, second = (
+        run(unfilled, CODE_OF_USERS.format(factor=factor, backend=backend)) for factor in (1, 2)
+    )
+    assert first == [dict.fromkeys(names, True), 0]
+    ours = backend == "smart_autocast"
+    assert second == [dict.fromkeys(names, ours), 0 if ours else 4]
+
+
 ATTENTION = """
 import json, torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

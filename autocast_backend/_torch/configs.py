@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -47,31 +47,24 @@ def backward_traced_off(
     )
 
 
-@contextlib.contextmanager
-def own_cache_entries(numbers: Sequence[str] = ()) -> Iterator[None]:
+def own_cache_entries() -> contextlib.AbstractContextManager[Any]:
     """Keep what is compiled meanwhile apart from what stock, or another version of this package,
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
     graphs, nor of kernels that are opened (kernels.py), nor of PyTorch's switches, such as those of
     `sdpa_kernel`, nor of the autocast state: stock compiles a backward under the one it meets, and
     a pattern of Inductor's, traced again under it, may end in code that mixes dtypes.
-
-    Args:
-        numbers: those that Dynamo takes for changing, with their values at this moment. Calls that
-            cannot read them from a tensor have them as constants, and stock's keys do not tell
-            entries with one constant from those with another (PyTorch #194976, #197889). Nor does
-            an entry of AOTAutograd's cache say which are constants, for Dynamo to guard on them:
-            graphs with such numbers have none.
     """
-    from torch._functorch import config as functorch
-
     config: Any = torch.compiler.config
-    switched = map(str, switches())
-    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *switched, *numbers])
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(config.patch(cache_key_tag=tag))
-        if numbers:
-            stack.enter_context(functorch.patch(enable_autograd_cache=False))
-        yield
+    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *map(str, switches())])
+    patch: contextlib.AbstractContextManager[Any] = config.patch(cache_key_tag=tag)
+    return patch
+
+
+def without_cached_traces() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd trace what is compiled meanwhile, whatever its cache has."""
+    from torch._functorch import config
+
+    return config.patch(enable_autograd_cache=False)
 
 
 @functools.cache

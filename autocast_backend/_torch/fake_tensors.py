@@ -248,10 +248,3 @@ def symbol_key(symbol: Any) -> str:
     """A SymInt, SymFloat or SymBool as its expression and the value it had when it was traced; the
     hint, because which kernel an op picks may hang on it."""
     return f"{symbol.node.expr}={symbol.node._hint}"
-
-
-def changing_numbers(values: Iterable[Any]) -> list[str]:
-    """The Python numbers among example values that Dynamo takes for changing, with the values that
-    they were traced with."""
-    floats = (v for v in values if isinstance(v, torch.SymFloat))
-    return sorted({symbol_key(v) for v in floats if v.node.has_hint()})  # others are of tensors

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._C import DispatchKey
 from torch._higher_order_ops.base_hop import FunctionWithNoFreeVars
 from torch._ops import HigherOrderOperator, OpOverload
@@ -33,6 +33,13 @@ def opaque_ops(target: Any, device_types: Collection[str]) -> list[OpOverload]:
         and not op._can_decompose()
         and body_of_triton_op(op) is None
     ]
+
+
+def has_custom_ops(node: fx.Node) -> bool:
+    """Whether a node may call an op that is none of PyTorch's or of this package."""
+    # `auto_functionalized` has the op that it calls as an argument.
+    ops = (op for target in (node.target, *node.args[:1]) for op in overloads_of(target))
+    return any(op.namespace not in _KNOWN for op in ops)
 
 
 class Watching(TorchDispatchMode):
