@@ -108,21 +108,32 @@ def hidden_writes(node: fx.Node) -> list[fx.Node]:
     what it returns, without their fake tensors counting it."""
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name == "batch_norm":  # to the running statistics
-        first = 1 if isinstance(target, types.FunctionType) else 3  # `F.batch_norm`, or ATen's
+    name = name.partition(".")[0]  # without an overload
+    if "batch_norm" in name:  # to the running statistics, of which most schemas do not tell
+        is_first = isinstance(target, types.FunctionType) or name == "batch_norm_update_stats"
+        first = 1 if is_first else 3  # `F.batch_norm`, or ATen's
         found = (*node.args[first : first + 2], *map(node.kwargs.get, _STATISTICS))
-        training = True in (*node.args, *node.kwargs.values())
+        always = "update" in name or "gather" in name
+        training = always or True in (*node.args, *node.kwargs.values())
         return [n for n in found if training and isinstance(n, fx.Node)]
     in_place = name.endswith("_") and name.startswith(("_foreach_", "_fused_", "_amp_"))
     hides = (
         in_place
         or name in ("set_", "triton_kernel_wrapper_mutation")
         or gives_data_attribute(target)
-        or any(_writes(node, op) for op in overloads_of(target))
+        or any(_writes(node, op) for op in overloads_of(target) or _of_function(target))
     )
     return node.all_input_nodes if hides else []
 
 
+def _of_function(target: Any) -> tuple[torch._ops.OpOverload, ...]:
+    """The ops of ATen that a function of `torch` calls, but for those whose name says that they
+    write, which is counted."""
+    name = target.__name__ if isinstance(target, types.BuiltinFunctionType) else "_"
+    return () if name.endswith("_") else overloads_of(getattr(torch.ops.aten, name, None))
+
+
 def _writes(node: fx.Node, op: torch._ops.OpOverload) -> bool:
     """Whether an op writes to arguments that a call gives it, by its schema."""
-    return any(a.is_write and (not a.kwarg_only or a.name in node.kwargs) for a in arguments_of(op))
+    written = (a for a in arguments_of(op) if a.is_write)
+    return any(not a.kwarg_only or node.kwargs.get(a.name) is not None for a in written)

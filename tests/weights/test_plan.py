@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import weight_cache_info
@@ -254,6 +255,44 @@ def test_running_statistics_are_weights_where_nothing_writes_to_them(training: b
     with torch.no_grad(), bf16():
         compiled = torch.compile(Statistics(), **ours(weight_cache="version"))
         assert casts_made(lambda: compiled(data(3, 8))) == (0 if training else 1)
+
+
+_ATEN = torch.ops.aten
+_TRAINING = (True, 0.1, 1e-5)
+_NOISE = torch._C._nn.rrelu_with_noise  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, m, v: torch.native_batch_norm(x, None, None, m, v, *_TRAINING),
+        lambda x, m, v: torch._native_batch_norm_legit(x, None, None, m, v, *_TRAINING),
+        lambda x, m, v: torch._batch_norm_impl_index(x, None, None, m, v, *_TRAINING, False),
+        lambda x, m, v: torch.batch_norm_update_stats(x, m, v, 0.1),
+        lambda x, m, v: _ATEN.batch_norm.default(x, None, None, m, v, *_TRAINING, False),
+        lambda x, m, v: _ATEN.native_batch_norm(x, None, None, m, v, *_TRAINING),
+        lambda x, m, v: _NOISE(v, m, 0.1, 0.3, True),
+    ],
+)
+def test_other_functions_that_write_without_counting_it(write: Callable[..., Any]) -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+            self.register_buffer("variance", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, *_ = pytree.tree_leaves(write(x, self.mean, self.variance))
+            return first.sum() + x @ self.mean
+
+    def run(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiled = torch.compile(Written(), **arguments)
+        with torch.no_grad(), bf16():
+            return [compiled(data(3, 8) + 4) for _ in range(3)]
+
+    assert_same_bits(run(**ours(weight_cache="version")), run(**EAGER))
 
 
 def test_an_inference_graph_starts_with_its_casts_inside() -> None:
