@@ -219,6 +219,13 @@ def runs_backward(target: Any) -> bool:
     return target is torch.autograd.grad or target is _autograd_grad
 
 
+def calls_hook(node: fx.Node) -> bool:
+    """Whether a node of a backward graph calls a hook that Dynamo's graph puts on a tensor or a
+    module. There are such nodes for compiled autograd only, which traces the hook."""
+    module = getattr(node.target, "__module__", "")
+    return module == "torch._dynamo._trace_wrapped_higher_order_op"
+
+
 @contextlib.contextmanager
 def functorch_levels_restored() -> Iterator[None]:
     """Leave no `torch.func` transform open when a graph that enters one raises before it leaves."""

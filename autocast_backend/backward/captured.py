@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from .._torch.autocast import enter_autocast, exit_autocast
+from .._torch.dynamo import calls_hook
 from .ambient import BackwardError, Key, current_key, key_name
 
 
@@ -34,10 +35,18 @@ def for_compiled_autograd(
         enter = _enter_autocast("cpu", None, False, None)
         ...
         _exit_autocast(enter)
+
+    Hooks that the forward has put on tensors run under the state that is met.
     """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(backward.graph, values)
+    for hook in filter(calls_hook, list(graph.nodes)):
+        for device_type, dtype in key:
+            with graph.inserting_before(hook):
+                enter = graph.call_function(enter_autocast, (device_type, dtype, True, None))
+            with graph.inserting_after(hook):
+                graph.call_function(exit_autocast, (enter,))
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         last = graph.call_function(autocast_must_be, (line, tuple(device_types), key))
     entered = []

@@ -103,6 +103,47 @@ def test_a_copy_is_not_used_in_another_state(
 
 
 @CAPTURES_UNDER_AUTOCAST
+@pytest.mark.parametrize(
+    "pinned",
+    [{}, {"backward_pass_autocast": "off", "on_backward_autocast_mismatch": "do_nothing"}],
+    ids=["auto", "off"],
+)
+def test_hooks_run_under_the_state_that_is_met(pinned: dict[str, Any]) -> None:
+    """Those that Dynamo traces, which it does for compiled autograd alone."""
+
+    def run(captured: bool, **arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+        seen: list[torch.Tensor] = []
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            made = gradient @ w
+            seen.append(made)
+            return made.to(gradient.dtype)
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            y.register_hook(hook)
+            return y @ w
+
+        around = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+        with around if captured else nullcontext():
+            result = torch.compile(function, **arguments)(x)
+            with torch.autocast(**BF16):
+                result.square().sum().backward()
+        assert x.grad is not None
+        return [*seen, x.grad]
+
+    options = {**OURS["options"], **pinned}
+    hooked, gradient = run(captured=True, backend="smart_autocast", options=options)
+    expected = run(captured=False, backend="eager")
+    assert (hooked.dtype, expected[0].dtype) == (torch.bfloat16, torch.bfloat16)
+    if not pinned:
+        assert_same_bits([hooked, gradient], expected)
+
+
+@CAPTURES_UNDER_AUTOCAST
 def test_dynamo_leaves_the_making_of_a_copy_alone() -> None:
     """Where a compiled function calls `loss.backward()`, Dynamo would compile our functions."""
 
