@@ -14,7 +14,7 @@ from . import _logging
 from ._torch.aot import marks_heeded, outputs_in_their_places, training_graphs
 from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import marked_in_checkpoints
-from ._torch.configs import backward_traced_off, own_cache_entries, without_cached_traces
+from ._torch.configs import backward_traced_off, own_cache_entries
 from ._torch.dynamo import (
     composites_in_bodies_taken_apart,
     counters,
@@ -29,7 +29,6 @@ from ._torch.dynamo import (
 from ._torch.fake_tensors import fake_inputs
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
-from ._torch.traced_anew import is_traced_anew
 from ._torch.traces import traces_noted
 from .backward.joint import save_random_numbers
 from .backward.nested import write_out
@@ -172,9 +171,7 @@ def _compile(
                 stack.enter_context(backward_traced_off(note, region.keep_in_backward))
                 stack.enter_context(marks_heeded(save_random_numbers))
                 stack.enter_context(kernels_closed_in_gradients())
-            stack.enter_context(own_cache_entries())
-            if is_traced_anew(nodes_of(module)):
-                stack.enter_context(without_cached_traces())
+            stack.enter_context(own_cache_entries(nodes_of(module)))
             stack.enter_context(outputs_in_their_places())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())

@@ -386,6 +386,59 @@ def test_a_second_process_runs_the_code_that_it_has(unfilled: Path, run: Run, ba
     assert second == [dict.fromkeys(names, ours), 0 if ours else 4]
 
 
+RESULTS_OF_CUSTOM_OPS = """
+import json, torch
+from torch._dynamo.utils import counters
+
+@torch.library.custom_op("mine::sine", mutates_args=())
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().to(torch.{dtype})
+
+@sine.register_fake
+def _(x):
+    return torch.empty_like(x, dtype=torch.{dtype})
+
+@torch.library.custom_op("mine::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+twice.register_autograd(lambda ctx, grad: sine(grad).exp().double().float())
+x = torch.arange(16.0).view(4, 4).requires_grad_()
+
+def forward(function):
+    with torch.no_grad():
+        return function(x)
+
+def gradient(function):
+    return torch.autograd.grad(function(x).exp().sum(), x)[0]
+
+found = []
+for numbers, function in (
+    (forward, lambda x: sine(x @ x).exp().double()), (gradient, lambda x: twice(x / 8))
+):
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = torch.compile(function, backend="smart_autocast")
+        found.append(torch.allclose(numbers(compiled), numbers(function), rtol=0.05))
+print(json.dumps([found, counters["inductor"]["fxgraph_cache_hit"]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_knows_what_its_custom_ops_return(unfilled: Path, run: Run) -> None:
+    """Inductor's key of a graph has the names of ops, and not the dtypes of what they return."""
+    programs = [
+        RESULTS_OF_CUSTOM_OPS.format(dtype=dtype) for dtype in ("bfloat16", "bfloat16", "float32")
+    ]
+    first, second, other = (run(unfilled, program, before="") for program in programs)
+    assert first == [[True, True], 0]
+    assert second == [[True, True], 3]
+    assert other == [[True, True], 1]  # the forward of `twice`
+
+
 ATTENTION = """
 import json, torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from .aot import tag_backward
+from .code_of_users import is_traced_anew, results_of_custom_ops
 
 
 def backward_pass_autocast_config() -> Any:
@@ -47,24 +48,28 @@ def backward_traced_off(
     )
 
 
-def own_cache_entries() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def own_cache_entries(nodes: Iterable[fx.Node]) -> Iterator[None]:
     """Keep what is compiled meanwhile apart from what stock, or another version of this package,
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
     graphs, nor of kernels that are opened (kernels.py), nor of PyTorch's switches, such as those of
     `sdpa_kernel`, nor of the autocast state: stock compiles a backward under the one it meets, and
     a pattern of Inductor's, traced again under it, may end in code that mixes dtypes.
+
+    Args:
+        nodes: the graph that is compiled. What it hangs on besides is in code_of_users.py.
     """
+    from torch._functorch import config as functorch
+
+    nodes = list(nodes)
     config: Any = torch.compiler.config
-    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *map(str, switches())])
-    patch: contextlib.AbstractContextManager[Any] = config.patch(cache_key_tag=tag)
-    return patch
-
-
-def without_cached_traces() -> contextlib.AbstractContextManager[Any]:
-    """Have AOTAutograd trace what is compiled meanwhile, whatever its cache has."""
-    from torch._functorch import config
-
-    return config.patch(enable_autograd_cache=False)
+    others = [*map(str, switches()), *results_of_custom_ops(nodes)]
+    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *others])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(cache_key_tag=tag))
+        if is_traced_anew(nodes):
+            stack.enter_context(functorch.patch(enable_autograd_cache=False))
+        yield
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .._torch.kernels import kernels_opened
 from .._torch.traces import trace_of
 from ..custom_ops import first_run_watched, ops_without_rule
-from ..graphs import copy_graph
+from ..graphs import copy_graph, nodes_of
 from ..guards import ShapeGuards
 from ..state import AutocastState, outside_of_contexts, put_right_after_errors
 from .ambient import (
@@ -191,7 +191,7 @@ class Backward:
     def _compile_first(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Stands in for the inner backward compiler: the first backward calls it."""
         assert self._compile is not None
-        with disable_autocast(), own_cache_entries():
+        with disable_autocast(), own_cache_entries(nodes_of(graph)):
             return self._runner(self._compile(graph, inputs))
 
     def _runner(self, code: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,7 +291,7 @@ class Backward:
             stack.enter_context(self._training.contexts())
             stack.enter_context(self._region.configs())
             stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(own_cache_entries())
+            stack.enter_context(own_cache_entries(nodes_of(graph)))
             inputs = self._placeholders(graph, args)
             code = _boxed(compile_backward(graph, inputs))
         self._variants[key] = self._guards.around(code, graph, what)

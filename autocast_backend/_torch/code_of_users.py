@@ -1,4 +1,4 @@
-"""What AOTAutograd has to trace again in each process."""
+"""What the keys of caches on disk do not know of a graph: mostly, code of users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .inside import has_custom_ops
+from .inside import calls_custom_op
 from .kernels import has_kernels_of_users
 
 
@@ -24,10 +24,23 @@ def is_traced_anew(nodes: Iterable[fx.Node]) -> bool:
       gradients; of kernels that somebody gives to ops of PyTorch's; of tensor subclasses.
     """
     return has_kernels_of_users() or any(
-        has_custom_ops(node)
+        calls_custom_op(node)
         or any(map(_is_changing, pytree.tree_leaves(node.meta.get("example_value"))))
         for node in nodes
     )
+
+
+def results_of_custom_ops(nodes: Iterable[fx.Node]) -> list[str]:
+    """What the custom ops of a graph return: Inductor's code hangs on it, and its key has nothing
+    but the names of the ops."""
+    results = (
+        result
+        for node in nodes
+        if calls_custom_op(node)
+        for result in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val")))
+        if isinstance(result, torch.Tensor) and result.layout is torch.strided
+    )
+    return [f"{t.dtype} {t.device} {tuple(t.shape)} {t.stride()}" for t in results]
 
 
 def _is_changing(value: Any) -> bool:
