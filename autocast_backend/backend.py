@@ -14,11 +14,12 @@ from . import _logging
 from ._torch.aot import marks_heeded, outputs_in_their_places, training_graphs
 from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import marked_in_checkpoints
-from ._torch.configs import backward_traced_off, own_cache_entries
+from ._torch.configs import backward_traced_off, kernels_of_attention, own_cache_entries
 from ._torch.dynamo import (
     composites_in_bodies_taken_apart,
     counters,
     graph_break_errors,
+    guard_value,
     is_nested_region,
     keep_out_of_packages,
     lookup_backend,
@@ -29,6 +30,7 @@ from ._torch.dynamo import (
 from ._torch.fake_tensors import fake_inputs
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
+from ._torch.ops import chooses_attention
 from ._torch.traces import traces_noted
 from .backward.joint import save_random_numbers
 from .backward.nested import write_out
@@ -116,6 +118,8 @@ def _compile(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
 ) -> Callable[..., Any]:
     keep_out_of_packages(graph_module)
+    if any(chooses_attention(node.target) for node in nodes_of(graph_module)):
+        guard_value(kernels_of_attention, "sdpa_kernel")
     now = AutocastState.current()
     context = Context(
         ambient=now.inside(parsed.autocast),

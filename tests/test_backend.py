@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from autocast_backend import AutocastState
@@ -300,6 +302,35 @@ def test_another_ambient_state_is_another_compilation() -> None:
         with torch.autocast(**region):
             dtypes.append(compiled(x).dtype)
     assert dtypes == [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+
+
+def test_another_kernel_of_attention_is_another_compilation() -> None:
+    """Dynamo does not ask for it, so stock goes on with the first one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 64, 8, requires_grad=True)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    compiled = torch.compile(
+        attention, backend="smart_autocast", options={"inner": "aot_eager"}, fullgraph=True
+    )
+
+    def numbers(function: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        with torch.autocast(**BF16):
+            out = function(x)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), x)]
+
+    found = []
+    stats = torch._dynamo.utils.counters["stats"]
+    graphs = stats["unique_graphs"]
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(kernel):
+            found.append(numbers(compiled))
+            assert_same_bits(found[-1], numbers(attention))
+    assert not torch.equal(found[0][0], found[1][0])
+    assert stats["unique_graphs"] == graphs + 2
 
 
 @pytest.mark.parametrize("options", [{}, {"autocast": BF16}], ids=["ambient", "option"])

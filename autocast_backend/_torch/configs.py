@@ -101,17 +101,20 @@ def _set_constant_floats(names: set[str]) -> None:
 _einsum = torch.backends.opt_einsum
 
 # What decides how PyTorch's own code computes, and how to set it.
-_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+_OF_ATTENTION: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
     (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+]
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    *_OF_ATTENTION,
     (lambda: _einsum.enabled, functools.partial(setattr, _einsum, "enabled")),
     (lambda: _einsum.strategy, functools.partial(setattr, _einsum, "strategy")),
 ]
@@ -122,6 +125,11 @@ def switches() -> tuple[Any, ...]:
     """What decides, at this moment, how PyTorch's own code computes a graph or a call."""
     on = [get() for get, _ in _SWITCHES]
     return (torch.get_default_device(), _einsum.is_available(), *on)
+
+
+def kernels_of_attention() -> list[Any]:
+    """What `sdpa_kernel` sets: which kernels attention may choose, and in which order."""
+    return [get() for get, _ in _OF_ATTENTION]
 
 
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -409,6 +409,23 @@ def guard_same(*paths: tuple[str, str, tuple[tuple[Any, bool], ...]]) -> None:
     install_guard(first.make_guard(same))
 
 
+def guard_value(of: Callable[[], Any], name: str) -> None:
+    """Have Dynamo compile anew where `of` returns something else. Its logs call that `name`."""
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard, TracingContext
+
+    if TracingContext.try_get() is None:  # who calls the backend without Dynamo
+        return
+    value = of()
+
+    def create(builder: Any, guard: Guard) -> None:
+        same = {"___same": lambda: of() == value}
+        builder.add_python_lambda_leaf_guard_to_root(["___same()"], [f"{name} == {value}"], same)
+
+    install_guard(Guard(GlobalStateSource(), create))
+
+
 def _is_in_dual_level() -> bool:
     """Whether forward-mode AD is on. There is one level of it at most, and nothing tells of it."""
     try:

@@ -13,6 +13,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "arguments_of",
+    "chooses_attention",
     "is_dispatched",
     "op_name_of",
     "overloads_of",
@@ -37,6 +38,20 @@ def overloads_of(target: Any) -> tuple[OpOverload, ...]:
     if isinstance(target, OpOverloadPacket):
         return tuple(getattr(target, name) for name in target.overloads())
     return (target,) if isinstance(target, OpOverload) else ()
+
+
+def chooses_attention(target: Any) -> bool:
+    """Whether a call chooses one of PyTorch's kernels for attention while it is traced."""
+    name = getattr(target, "__name__", "") if callable(target) else ""
+    return name.startswith(_ATTENTION)
+
+
+_ATTENTION = (
+    "scaled_dot_product_attention",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+    "multi_head_attention_forward",
+)
 
 
 def schema_of(op: OpOverload) -> str:
