@@ -377,13 +377,16 @@ print(json.dumps([found, counters["aot_autograd"]["autograd_cache_hit"]]))
 def test_a_second_process_runs_the_code_that_it_has(unfilled: Path, run: Run, backend: str) -> None:
     """AOTAutograd traces what users write for custom ops, for PyTorch's ops and for subclasses of
     tensors; that is not in its key, and what it traced for the first process, stock uses again."""
-    names = ["gradient", "composite", "subclass", "kernel"]
     first, second = (
         run(unfilled, CODE_OF_USERS.format(factor=factor, backend=backend)) for factor in (1, 2)
     )
+    names = ["gradient", "composite", "subclass", "kernel"]
     assert first == [dict.fromkeys(names, True), 0]
-    ours = backend == "smart_autocast"
-    assert second == [dict.fromkeys(names, ours), 0 if ours else 4]
+    if backend == "smart_autocast":
+        assert second == first
+    else:
+        found, hits = second
+        assert hits == list(found.values()).count(False) > 2  # torch 2.11: not the subclass
 
 
 RESULTS_OF_CUSTOM_OPS = """
