@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .inside import calls_custom_op
 from .kernels import has_kernels_of_users
+from .patches import replaced
 
 
 def is_traced_anew(nodes: Iterable[fx.Node]) -> bool:
@@ -30,14 +32,33 @@ def is_traced_anew(nodes: Iterable[fx.Node]) -> bool:
     )
 
 
-def results_of_custom_ops(nodes: Iterable[fx.Node]) -> list[str]:
-    """What the custom ops of a graph return: Inductor's code hangs on it, and its key has nothing
-    but the names of the ops."""
+@contextlib.contextmanager
+def inductor_told_of_custom_ops() -> Iterator[None]:
+    """Have Inductor's key of a graph say what its custom ops return, which its code hangs on: it
+    has nothing but the names of the ops. It is asked for of the graph that AOTAutograd has traced,
+    where code of users may call others than in Dynamo's."""
+    from torch._inductor import codecache
+
+    config: Any = torch.compiler.config
+    original = codecache.compiled_fx_graph_hash
+
+    def compiled_fx_graph_hash(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        tag = " ".join([config.cache_key_tag, *_results_of_custom_ops(graph)])
+        with config.patch(cache_key_tag=tag):
+            return original(graph, *args, **kwargs)
+
+    with replaced(codecache, "compiled_fx_graph_hash", compiled_fx_graph_hash):
+        yield
+
+
+def _results_of_custom_ops(graph: fx.GraphModule) -> list[str]:
+    bodies = (body for body in graph.modules() if isinstance(body, fx.GraphModule))
     results = (
         result
-        for node in nodes
+        for body in bodies
+        for node in body.graph.nodes
         if calls_custom_op(node)
-        for result in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val")))
+        for result in pytree.tree_leaves(node.meta.get("val"))
         if isinstance(result, torch.Tensor) and result.layout is torch.strided
     )
     return [f"{t.dtype} {t.device} {tuple(t.shape)} {t.stride()}" for t in results]

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .aot import tag_backward
-from .code_of_users import is_traced_anew, results_of_custom_ops
+from .code_of_users import inductor_told_of_custom_ops, is_traced_anew
 
 
 def backward_pass_autocast_config() -> Any:
@@ -63,10 +63,10 @@ def own_cache_entries(nodes: Iterable[fx.Node]) -> Iterator[None]:
 
     nodes = list(nodes)
     config: Any = torch.compiler.config
-    others = [*map(str, switches()), *results_of_custom_ops(nodes)]
-    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *others])
+    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *map(str, switches())])
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(cache_key_tag=tag))
+        stack.enter_context(inductor_told_of_custom_ops())
         if is_traced_anew(nodes):
             stack.enter_context(functorch.patch(enable_autograd_cache=False))
         yield

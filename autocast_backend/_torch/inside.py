@@ -37,8 +37,8 @@ def opaque_ops(target: Any, device_types: Collection[str]) -> list[OpOverload]:
 
 def calls_custom_op(node: fx.Node) -> bool:
     """Whether a node may call an op that is none of PyTorch's or of this package."""
-    # `auto_functionalized` has the op that it calls as an argument.
-    ops = (op for target in (node.target, *node.args[:1]) for op in overloads_of(target))
+    # `auto_functionalized` and `with_effects` have the op that they call as an argument.
+    ops = (op for target in (node.target, *node.args[:2]) for op in overloads_of(target))
     return any(op.namespace not in _KNOWN for op in ops)
 
 

@@ -133,6 +133,8 @@ class Region:
             and is_plain(self.graph_module)
             and not autocast_can_change(training.backward_module(), self.device_types)
         ):
+            if training.compile_backward is not None:
+                training.compile_backward = _with_own_entries(training.compile_backward)
             return
         Backward(self, training).take_over()
 
@@ -191,8 +193,7 @@ class Backward:
     def _compile_first(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """Stands in for the inner backward compiler: the first backward calls it."""
         assert self._compile is not None
-        with disable_autocast(), own_cache_entries(nodes_of(graph)):
-            return self._runner(self._compile(graph, inputs))
+        return self._runner(_with_own_entries(self._compile)(graph, inputs))
 
     def _runner(self, code: Callable[..., Any]) -> Callable[..., Any]:
         """The function autograd calls, in place of the code that was compiled with autocast off."""
@@ -422,6 +423,18 @@ class Backward:
                         "dynamic=False, or call backward() without compiled autograd"
                     )
         return for_compiled_autograd(backward, self._region.line, device_types, found)
+
+
+def _with_own_entries(compile_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The inner backward compiler as the first backward calls it, under whatever state it meets."""
+
+    @never_traced
+    def compile_later(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        with disable_autocast(), own_cache_entries(nodes_of(graph)):
+            compiled: Callable[..., Any] = compile_backward(graph, inputs)
+        return compiled
+
+    return compile_later
 
 
 def _reason(error: BaseException | None) -> str:
