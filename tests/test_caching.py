@@ -310,10 +310,11 @@ def test_a_second_process_guards_on_a_number_that_became_a_constant(
 
 
 CODE_OF_USERS = """
-import json, torch
+import functools, json, torch
 from torch._dynamo.utils import counters
 from torch.library import Library
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 FACTOR = {factor}
 
@@ -347,11 +348,22 @@ class Scaled(torch.Tensor):
         args = tree_map_only(Scaled, lambda t: t.x * FACTOR, args)
         return func(*args, **(kwargs or dict()))
 
+@torch.compiler.allow_in_graph
+def whole(x):
+    return x * FACTOR
+
+@torch.compiler.allow_in_graph
+@functools.wraps(torch.nn.functional.mish)
+def wrapped(x):
+    return x * FACTOR
+
 weight = Scaled(torch.ones(4, 4))
 functions = dict(
     gradient=lambda x: twice(x @ x),
     composite=lambda x: torch.ops.mine.times(x @ x),
     subclass=lambda x: (x @ x).float() * weight,
+    checkpoint=lambda x: checkpoint(whole, x @ x, use_reentrant=False),
+    wrapped=lambda x: wrapped(x @ x),
     kernel=lambda x: torch.nn.functional.silu(x @ x),
 )
 
@@ -376,11 +388,13 @@ print(json.dumps([found, counters["aot_autograd"]["autograd_cache_hit"]]))
 @pytest.mark.parametrize("backend", ["smart_autocast", "inductor"])
 def test_a_second_process_runs_the_code_that_it_has(unfilled: Path, run: Run, backend: str) -> None:
     """AOTAutograd traces what users write for custom ops, for PyTorch's ops and for subclasses of
-    tensors; that is not in its key, and what it traced for the first process, stock uses again."""
+    tensors, and functions that Dynamo has left whole; of these it leaves out of its cache those
+    that are not in a checkpoint and have a name of their own. The others are not in its key, and
+    what it traced for the first process, stock uses again."""
     first, second = (
         run(unfilled, CODE_OF_USERS.format(factor=factor, backend=backend)) for factor in (1, 2)
     )
-    names = ["gradient", "composite", "subclass", "kernel"]
+    names = ["gradient", "composite", "subclass", "checkpoint", "wrapped", "kernel"]
     assert first == [dict.fromkeys(names, True), 0]
     if backend == "smart_autocast":
         assert second == first

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +25,28 @@ def is_traced_anew(nodes: Iterable[fx.Node]) -> bool:
       them as constants; neither does the key say which ones (PyTorch #194976, #197889), nor the
       entry, for Dynamo to guard on them.
     - Code that is traced and does not come with PyTorch: of custom ops, such as what computes their
-      gradients; of kernels that somebody gives to ops of PyTorch's; of tensor subclasses.
+      gradients; of kernels that somebody gives to ops of PyTorch's; of tensor subclasses; of
+      functions that Dynamo has left whole, which AOTAutograd overlooks inside of checkpoints.
     """
     return has_kernels_of_users() or any(
         calls_custom_op(node)
+        or is_function_of_users(node.target)
         or any(map(_is_changing, pytree.tree_leaves(node.meta.get("example_value"))))
         for node in nodes
     )
+
+
+def is_function_of_users(target: Any) -> bool:
+    """Whether a node's target is a Python function that comes neither with PyTorch nor with this
+    package, whatever its name is: `functools.wraps` may have taken that from one of PyTorch's."""
+    if not isinstance(target, types.FunctionType):
+        return isinstance(target, torch.jit.ScriptFunction)
+    if target.__module__ == "einops.einops":  # AOTAutograd has entries for those as well
+        return False
+    return not any(map(Path(target.__code__.co_filename).is_relative_to, _NOT_OF_USERS))
+
+
+_NOT_OF_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import tempfile
-import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import fx
 
 from .._logging import log
 from .._torch.autocast import autocast_device_types, has_autocast_kernel
+from .._torch.code_of_users import is_function_of_users
 from .._torch.configs import compile_cache_dir, made_with, switches
 from .._torch.fake_tensors import symbol_key
 from .._torch.formulas import grad_fn_of
@@ -212,19 +212,9 @@ def _target(target: Any) -> str:
     else:
         module = getattr(target, "__module__", None) or "torch"  # builtins of torch._C have none
         name = f"{module}.{getattr(target, '__qualname__', None) or repr(target)}"
-    if name.startswith(_WITH_TORCH) and "<" not in name and not _is_written_elsewhere(target):
+    if name.startswith(_WITH_TORCH) and "<" not in name and not is_function_of_users(target):
         return name
     return f"{name}, {_by_address(target)}"
-
-
-def _is_written_elsewhere(target: Any) -> bool:
-    """Whether a function of Python has a name that `functools.wraps` took from one of PyTorch's."""
-    if not isinstance(target, types.FunctionType):
-        return False
-    return not Path(target.__code__.co_filename).is_relative_to(_TORCH)
-
-
-_TORCH = Path(torch.__file__).parent
 
 
 def _rule_of(op: OpOverload | OpOverloadPacket) -> str:
