@@ -497,6 +497,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def attention(q):
     return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
+{before}
 q = torch.arange(256.0).sin().view(1, 2, 16, 8)
 with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.{kernel}):
     equal = torch.equal(torch.compile(attention, backend="{backend}")(q), attention(q))
@@ -505,14 +506,17 @@ print(json.dumps(equal))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "second"), [("smart_autocast", True), ("inductor", False)])
+@pytest.mark.parametrize(("backend", "others"), [("smart_autocast", True), ("inductor", False)])
 def test_a_second_process_has_the_kernels_that_it_asks_for(
-    unfilled: Path, run: Run, backend: str, second: bool
+    unfilled: Path, run: Run, backend: str, others: bool
 ) -> None:
-    """Stock's keys do not know about `sdpa_kernel`."""
-    kernels = ("FLASH_ATTENTION", "MATH")
-    programs = [ATTENTION.format(kernel=kernel, backend=backend) for kernel in kernels]
-    assert [run(unfilled, program) for program in programs] == [True, second]
+    """Stock's keys know neither of `sdpa_kernel` nor of what its kernels may do."""
+    reduced = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)"
+    asked = [("FLASH_ATTENTION", ""), ("MATH", ""), ("MATH", reduced)]
+    programs = [
+        ATTENTION.format(kernel=kernel, before=before, backend=backend) for kernel, before in asked
+    ]
+    assert [run(unfilled, program) for program in programs] == [True, others, others]
 
 
 BACKWARD_AFTER_STOCK = """

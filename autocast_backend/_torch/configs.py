@@ -108,6 +108,10 @@ _OF_ATTENTION: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
     (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
 ]
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -128,7 +132,8 @@ def switches() -> tuple[Any, ...]:
 
 
 def kernels_of_attention() -> list[Any]:
-    """What `sdpa_kernel` sets: which kernels attention may choose, and in which order."""
+    """Which kernels attention may choose, in which order, as `sdpa_kernel` sets it, and how these
+    may add up."""
     return [get() for get, _ in _OF_ATTENTION]
 
 
