@@ -175,7 +175,7 @@ def _compile(
                 stack.enter_context(backward_traced_off(note, region.keep_in_backward))
                 stack.enter_context(marks_heeded(save_random_numbers))
                 stack.enter_context(kernels_closed_in_gradients())
-            stack.enter_context(own_cache_entries(nodes_of(module)))
+            stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(outputs_in_their_places())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())

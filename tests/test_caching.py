@@ -519,6 +519,44 @@ def test_a_second_process_has_the_kernels_that_it_asks_for(
     assert [run(unfilled, program) for program in programs] == [True, others, others]
 
 
+SHARED_MEMORY = """
+import json, torch
+
+def numbers(function, grad):
+    memory = torch.arange(20.0).sin()
+    x, y = (memory[i : i + 16].view(4, 4) for i in (0, {second}))
+    y = y if {shared} else y.clone()
+    w = torch.ones(4, 4, requires_grad=grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = function(x, y, w)
+    if grad:
+        out.sum().backward()
+    return [t.tolist() for t in (x, y, out, w.grad) if t is not None]
+
+def function(x, y, w):
+    x.mul_(3)
+    return y @ w
+
+compiled = torch.compile(function, backend="{backend}")
+print(json.dumps([numbers(compiled, grad) == numbers(function, grad) for grad in (False, True)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "others"), [("smart_autocast", True), ("inductor", False)])
+def test_a_second_process_sees_which_inputs_share_memory(
+    unfilled: Path, run: Run, backend: str, others: bool
+) -> None:
+    """AOTAutograd writes to such inputs as to one, or to each alone; its key does not know it."""
+    cases = [(4, False), (4, True), (2, True)]
+    programs = [
+        SHARED_MEMORY.format(second=second, shared=shared, backend=backend)
+        for second, shared in cases
+    ]
+    found = [run(unfilled, program) for program in programs]
+    assert found == [[True, True], [others, others], [others, others]]
+
+
 BACKWARD_AFTER_STOCK = """
 import contextlib, json, torch
 from torch import nn

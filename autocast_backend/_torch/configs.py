@@ -15,6 +15,7 @@ from torch import fx
 
 from .aot import tag_backward
 from .code_of_users import inductor_told_of_custom_ops, is_traced_anew
+from .tensors import shared_memory
 
 
 def backward_pass_autocast_config() -> Any:
@@ -49,21 +50,24 @@ def backward_traced_off(
 
 
 @contextlib.contextmanager
-def own_cache_entries(nodes: Iterable[fx.Node]) -> Iterator[None]:
+def own_cache_entries(nodes: Iterable[fx.Node], inputs: Iterable[Any] = ()) -> Iterator[None]:
     """Keep what is compiled meanwhile apart from what stock, or another version of this package,
     has in the caches on disk for an equal graph. Their keys know neither of our pass over joint
     graphs, nor of kernels that are opened (kernels.py), nor of PyTorch's switches, such as those of
     `sdpa_kernel`, nor of the autocast state: stock compiles a backward under the one it meets, and
-    a pattern of Inductor's, traced again under it, may end in code that mixes dtypes.
+    a pattern of Inductor's, traced again under it, may end in code that mixes dtypes. Nor do they
+    know which inputs share memory: AOTAutograd makes one input of those, if one is written to.
 
     Args:
         nodes: the graph that is compiled. What it hangs on besides is in code_of_users.py.
+        inputs: its inputs, where it may write to them.
     """
     from torch._functorch import config as functorch
 
     nodes = list(nodes)
     config: Any = torch.compiler.config
-    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *map(str, switches())])
+    others = [*map(str, switches()), *shared_memory(inputs)]
+    tag = " ".join([config.cache_key_tag, "smart_autocast", made_with(), *others])
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(cache_key_tag=tag))
         stack.enter_context(inductor_told_of_custom_ops())
