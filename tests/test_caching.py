@@ -557,6 +557,35 @@ def test_a_second_process_sees_which_inputs_share_memory(
     assert found == [[True, True], [others, others], [others, others]]
 
 
+JOINT_PASS = """
+import json, torch
+from torch._functorch import config
+
+def change(graph, inputs):
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.target = torch.ops.aten.{becomes}.default
+    return graph
+
+config.joint_custom_pass = change
+x = torch.ones(4, 4, requires_grad=True)
+with torch.autocast("cpu", torch.bfloat16):
+    out = torch.compile(lambda x: (x @ x).sin(), backend="{backend}")(x)
+    equal = torch.equal(out, (x @ x).{becomes}())
+out.sum().backward()  # there is an entry once that is compiled
+print(json.dumps(equal))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "second"), [("smart_autocast", True), ("inductor", False)])
+def test_a_second_process_has_its_own_pass_over_joint_graphs(
+    unfilled: Path, run: Run, backend: str, second: bool
+) -> None:
+    """AOTAutograd's key does not know `joint_custom_pass`."""
+    programs = [JOINT_PASS.format(becomes=name, backend=backend) for name in ("sin", "cos")]
+    assert [run(unfilled, program) for program in programs] == [True, second]
+
+
 BACKWARD_AFTER_STOCK = """
 import contextlib, json, torch
 from torch import nn

@@ -32,7 +32,8 @@ def backward_traced_off(
 ) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd traces the backward under what is on, which is nothing, and its cache key has the
     default in it, whatever the user has set. The passes see the joint graph, after the user's own
-    pass; they must not depend on more than the graph, because the cache key has no pass in it."""
+    pass; they must not depend on more than the graph, because the cache key has no pass in it. So
+    there is no entry for a graph that a user's pass changes."""
     from torch._functorch import config
 
     users = config.joint_custom_pass
@@ -45,7 +46,9 @@ def backward_traced_off(
         return graph
 
     return config.patch(
-        backward_pass_autocast="same_as_forward", joint_custom_pass=joint_custom_pass
+        backward_pass_autocast="same_as_forward",
+        joint_custom_pass=joint_custom_pass,
+        enable_autograd_cache=config.enable_autograd_cache and users is None,
     )
 
 
