@@ -490,6 +490,37 @@ def test_a_second_process_knows_what_its_custom_ops_return(unfilled: Path, run: 
     assert other == dict(zip(names, forwards, strict=True))
 
 
+LAYOUT = """
+import json, torch
+
+@torch.library.custom_op("mine::in_memory", mutates_args=(), tags=torch.Tag.{layout})
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided(x.shape, (4, 1)).clone()
+
+@in_memory.register_fake
+def _(x):
+    return x.new_empty(x.shape)
+
+def function(x):
+    return in_memory((x @ x).t() + x)
+
+x = torch.arange(16.0).view(4, 4)
+with torch.autocast("cpu", torch.bfloat16):
+    ours = torch.compile(function, backend="smart_autocast")(x)
+    print(json.dumps(torch.equal(ours, function(x))))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_knows_which_layout_its_custom_ops_want(unfilled: Path, run: Run) -> None:
+    """Stock's keys do not: who gives an op that went wrong the tag it lacks gets the old code."""
+    programs = [
+        LAYOUT.format(layout=tag)
+        for tag in ("flexible_layout", "needs_fixed_stride_order", "needs_exact_strides")
+    ]
+    assert [run(unfilled, program, before="") for program in programs] == [False, True, True]
+
+
 ATTENTION = """
 import json, torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

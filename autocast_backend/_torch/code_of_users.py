@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library.utils import get_layout_constraint_tag
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .inside import calls_custom_op
+from .inside import custom_ops_of
 from .kernels import has_kernels_of_users
 from .patches import replaced
 
@@ -29,7 +30,7 @@ def is_traced_anew(nodes: Iterable[fx.Node]) -> bool:
       functions that Dynamo has left whole, which AOTAutograd overlooks inside of checkpoints.
     """
     return has_kernels_of_users() or any(
-        calls_custom_op(node)
+        custom_ops_of(node)
         or is_function_of_users(node.target)
         or any(map(_is_changing, pytree.tree_leaves(node.meta.get("example_value"))))
         for node in nodes
@@ -51,16 +52,17 @@ _NOT_OF_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 @contextlib.contextmanager
 def inductor_told_of_custom_ops() -> Iterator[None]:
-    """Have Inductor's key of a graph say what its custom ops return, which its code hangs on: it
-    has nothing but the names of the ops. It is asked for of the graph that AOTAutograd has traced,
-    where code of users may call others than in Dynamo's."""
+    """Have Inductor's key of a graph say what its custom ops return and in which layout they are
+    given tensors, which its code hangs on: it has nothing but the names of the ops. It is asked for
+    of the graph that AOTAutograd has traced, where code of users may call others than in Dynamo's.
+    """
     from torch._inductor import codecache
 
     config: Any = torch.compiler.config
     original = codecache.compiled_fx_graph_hash
 
     def compiled_fx_graph_hash(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        tag = " ".join([config.cache_key_tag, *_results_of_custom_ops(graph)])
+        tag = " ".join([config.cache_key_tag, *_custom_ops(graph)])
         with config.patch(cache_key_tag=tag):
             return original(graph, *args, **kwargs)
 
@@ -68,17 +70,14 @@ def inductor_told_of_custom_ops() -> Iterator[None]:
         yield
 
 
-def _results_of_custom_ops(graph: fx.GraphModule) -> list[str]:
+def _custom_ops(graph: fx.GraphModule) -> Iterator[str]:
     bodies = (body for body in graph.modules() if isinstance(body, fx.GraphModule))
-    results = (
-        result
-        for body in bodies
-        for node in body.graph.nodes
-        if calls_custom_op(node)
-        for result in pytree.tree_leaves(node.meta.get("val"))
-        if isinstance(result, torch.Tensor) and result.layout is torch.strided
-    )
-    return [f"{t.dtype} {t.device} {tuple(t.shape)} {t.stride()}" for t in results]
+    for node in (node for body in bodies for node in body.graph.nodes):
+        ops = custom_ops_of(node)
+        yield from (str(get_layout_constraint_tag(op)) for op in ops)
+        for t in pytree.tree_leaves(node.meta.get("val")) if ops else ():
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+                yield f"{t.dtype} {t.device} {tuple(t.shape)} {t.stride()}"
 
 
 def _is_changing(value: Any) -> bool:

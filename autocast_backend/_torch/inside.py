@@ -35,11 +35,11 @@ def opaque_ops(target: Any, device_types: Collection[str]) -> list[OpOverload]:
     ]
 
 
-def calls_custom_op(node: fx.Node) -> bool:
-    """Whether a node may call an op that is none of PyTorch's or of this package."""
+def custom_ops_of(node: fx.Node) -> list[OpOverload]:
+    """The ops that a node may call and that are none of PyTorch's or of this package."""
     # `auto_functionalized` and `with_effects` have the op that they call as an argument.
     ops = (op for target in (node.target, *node.args[:2]) for op in overloads_of(target))
-    return any(op.namespace not in _KNOWN for op in ops)
+    return [op for op in ops if op.namespace not in _KNOWN]
 
 
 class Watching(TorchDispatchMode):
