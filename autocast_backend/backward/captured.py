@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
@@ -25,6 +26,11 @@ def autocast_must_be(line: str, device_types: Sequence[str], key: Key) -> None:
         )
 
 
+def as_it_is(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient itself. Stands where autocast is what it was before the backward."""
+    return gradient
+
+
 def for_compiled_autograd(
     backward: fx.GraphModule, line: str, device_types: Sequence[str], key: Key
 ) -> fx.GraphModule:
@@ -35,8 +41,11 @@ def for_compiled_autograd(
         enter = _enter_autocast("cpu", None, False, None)
         ...
         _exit_autocast(enter)
+        return as_it_is(gradient), ...
 
-    Hooks that the forward has put on tensors run under the state that is met.
+    Hooks run under the state that is met. Those that the forward has put on tensors are calls in
+    the graph. All others read gradients that it returns, and compiled autograd moves them right
+    behind the nodes that these come from.
     """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -56,5 +65,7 @@ def for_compiled_autograd(
             entered.append(last)
     for enter in reversed(entered):
         graph.call_function(exit_autocast, (enter,))
+    if entered:
+        result = fx.map_arg(result, lambda n: graph.call_function(as_it_is, (n,)))
     graph.output(result)
     return fx.GraphModule(backward, graph)

@@ -144,6 +144,47 @@ def test_hooks_run_under_the_state_that_is_met(pinned: dict[str, Any]) -> None:
 
 
 @CAPTURES_UNDER_AUTOCAST
+@pytest.mark.parametrize("hooked", ["a weight", "a weight that has its gradient", "a result"])
+def test_hooks_outside_of_graphs_run_under_the_state_that_is_met(hooked: str) -> None:
+    """Compiled autograd moves them to where the gradients are made."""
+
+    def run(captured: bool, **arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w, v = (torch.randn(8, 8) for _ in range(3))
+        w.requires_grad_()
+        seen: list[torch.Tensor] = []
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(gradient @ x)
+            return seen[-1].to(gradient.dtype)
+
+        def hook_on_leaf(weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            seen.append(weight.grad @ x)
+
+        if hooked == "a weight":
+            w.register_hook(hook)
+        elif hooked == "a weight that has its gradient":
+            w.register_post_accumulate_grad_hook(hook_on_leaf)
+        function = torch.compile(lambda x, y: (x @ y).sin(), **arguments)
+        around = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+        with around if captured else nullcontext():
+            between = function(x, w)
+            if hooked == "a result":
+                between.register_hook(hook)
+            loss = function(between, v).square().sum()
+            with torch.autocast(**BF16):
+                loss.backward()
+        assert w.grad is not None
+        return [*seen, w.grad]
+
+    expected = run(captured=False, backend="eager")
+    assert expected[0].dtype is torch.bfloat16
+    assert_same_bits(run(captured=True, **OURS), expected)
+
+
+@CAPTURES_UNDER_AUTOCAST
 def test_dynamo_leaves_the_making_of_a_copy_alone() -> None:
     """Where a compiled function calls `loss.backward()`, Dynamo would compile our functions."""
 
