@@ -44,28 +44,35 @@ def for_compiled_autograd(
         return as_it_is(gradient), ...
 
     Hooks run under the state that is met. Those that the forward has put on tensors are calls in
-    the graph. All others read gradients that it returns, and compiled autograd moves them right
-    behind the nodes that these come from.
+    the graph, before which it exits; one that raises finds nothing entered. All others read
+    gradients that it returns, and compiled autograd moves them right behind the nodes that these
+    come from.
     """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(backward.graph, values)
-    for hook in filter(calls_hook, list(graph.nodes)):
-        for device_type, dtype in key:
-            with graph.inserting_before(hook):
-                enter = graph.call_function(enter_autocast, (device_type, dtype, True, None))
-            with graph.inserting_after(hook):
-                graph.call_function(exit_autocast, (enter,))
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        last = graph.call_function(autocast_must_be, (line, tuple(device_types), key))
-    entered = []
-    for device_type, _ in key:
-        with graph.inserting_after(last):
-            last = graph.call_function(enter_autocast, (device_type, None, False, None))
-            entered.append(last)
-    for enter in reversed(entered):
-        graph.call_function(exit_autocast, (enter,))
+
+    def enter() -> list[fx.Node]:
+        return [graph.call_function(enter_autocast, (d, None, False, None)) for d, _ in key]
+
+    def leave() -> None:
+        for node in reversed(entered):
+            graph.call_function(exit_autocast, (node,))
+
+    for node in backward.graph.find_nodes(op="placeholder"):
+        values[node] = graph.node_copy(node)
+    graph.call_function(autocast_must_be, (line, tuple(device_types), key))
+    entered = enter()
+    for node in backward.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if calls_hook(node):
+            leave()
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if calls_hook(node):
+            entered = enter()
+    leave()
     if entered:
-        result = fx.map_arg(result, lambda n: graph.call_function(as_it_is, (n,)))
-    graph.output(result)
+        for node in backward.graph.output_node().all_input_nodes:
+            values[node] = graph.call_function(as_it_is, (values[node],))
+    graph.output(fx.map_arg(backward.graph.output_node().args[0], values.__getitem__))
     return fx.GraphModule(backward, graph)

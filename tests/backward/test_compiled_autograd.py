@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autocast_backend import BackwardError
+from autocast_backend.state import contexts_entered
 from tests.support import BF16, assert_same_bits
 
 CAPTURES_UNDER_AUTOCAST = pytest.mark.skipif(
@@ -182,6 +183,26 @@ def test_hooks_outside_of_graphs_run_under_the_state_that_is_met(hooked: str) ->
     expected = run(captured=False, backend="eager")
     assert expected[0].dtype is torch.bfloat16
     assert_same_bits(run(captured=True, **OURS), expected)
+
+
+@CAPTURES_UNDER_AUTOCAST
+def test_a_hook_that_raises_leaves_autocast_as_it_was() -> None:
+    """A context that nobody exits would keep autocast from ever clearing its cache."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the hook")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        y.register_hook(hook)
+        return y @ x
+
+    before = contexts_entered()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        result = torch.compile(function, **OURS)(torch.randn(8, 8, requires_grad=True))
+        with torch.autocast(**BF16), pytest.raises(ValueError, match="of the hook"):
+            result.sum().backward()
+    assert contexts_entered() == before
 
 
 @CAPTURES_UNDER_AUTOCAST
