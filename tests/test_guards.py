@@ -142,3 +142,25 @@ def test_a_state_that_changes_nothing_for_one_size_may_for_another(
     compiled(small).sum().backward()
     assert small.grad is not None
     assert torch.equal(small.grad, small.detach().cos())
+
+
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < "2.13",
+    reason="Dynamo fails on compiled autograd under autocast (seen on 2.11)",
+)
+def test_compiled_autograd_gets_no_backward_that_only_serves_some_sizes(
+    doubling_small_sizes_under_autocast: Any,
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: doubling_small_sizes_under_autocast(x),
+        backend="smart_autocast",
+        options={"inner": "aot_eager"},
+        dynamic=True,
+    )
+    large = torch.randn(8, 4, requires_grad=True)
+    captured = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with captured, torch.autocast(**BF16):
+        loss = compiled(large).sum()
+        with pytest.raises(BackwardError, match="compiled autograd does not check"):
+            loss.backward()

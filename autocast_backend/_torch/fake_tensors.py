@@ -153,6 +153,20 @@ def numbers_as_first_traced(inputs: Iterable[Any]) -> Iterator[None]:
         env.guards[len(known) :] = [g for g in new if g.expr.xreplace(constants) != True]  # noqa: E712
 
 
+@contextlib.contextmanager
+def assumptions_noted() -> Iterator[None]:
+    """Have what is assumed about sizes become guards of their shape environments. While compiled
+    autograd captures, there are no new ones on its thread, of no environment."""
+    from torch.fx.experimental.symbolic_shapes import TLS
+
+    before = getattr(TLS, "suppress_guards", False)
+    TLS.suppress_guards = False
+    try:
+        yield
+    finally:
+        TLS.suppress_guards = before
+
+
 def _forget_replaced(env: Any) -> None:
     """Have a shape environment look up again what it has replaced in expressions."""
     if hasattr(env, "_replacements_version_counter"):  # since torch 2.12 or 2.13

@@ -36,7 +36,7 @@ from .._torch.aot import (
 from .._torch.autocast import any_autocast_enabled, autocast_device_types, disable_autocast
 from .._torch.configs import compile_configs, own_cache_entries
 from .._torch.dynamo import compile_session, counters, dynamo_error, never_traced
-from .._torch.fake_tensors import fake_like
+from .._torch.fake_tensors import assumptions_noted, fake_like
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .._torch.kernels import kernels_opened
 from .._torch.traces import trace_of
@@ -410,18 +410,18 @@ class Backward:
         """The backward graph that compiled autograd copies, for the state of this moment."""
         device_types = self._region.device_types
         key = found = current_key(device_types)
-        with compile_session(), put_right_after_errors(), disable_autocast():
+        with compile_session(), put_right_after_errors(), disable_autocast(), assumptions_noted():
             if self._assumed is not None:
                 self._compare(found)
                 key = self._assumed
             if self._changes(key):
                 backward = self._graph(key)
-                if assumed := self._guards.conditions():
-                    raise BackwardError(
-                        f"the backward of {self._region.line} under {key_name(key)} assumes "
-                        f"{assumed[0]}, which compiled autograd does not check. Compile with "
-                        "dynamic=False, or call backward() without compiled autograd"
-                    )
+            if key and (assumed := self._guards.conditions()):
+                raise BackwardError(
+                    f"the backward of {self._region.line} under {key_name(key)} assumes "
+                    f"{assumed[0]}, which compiled autograd does not check. Compile with "
+                    "dynamic=False, or call backward() without compiled autograd"
+                )
         return for_compiled_autograd(backward, self._region.line, device_types, found)
 
 
