@@ -309,14 +309,12 @@ def test_a_second_process_guards_on_a_number_that_became_a_constant(
     assert [run(unfilled, CHANGING_NUMBER) for _ in range(2)] == [[True] * 12] * 2
 
 
-CODE_OF_USERS = """
+CUSTOM = """
 import functools, json, torch
 from torch._dynamo.utils import counters
 from torch.library import Library
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
-
-FACTOR = {factor}
 
 @torch.library.custom_op("mine::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -326,13 +324,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 def _(x):
     return torch.empty_like(x)
 
-twice.register_autograd(lambda ctx, grad: grad * FACTOR)
-
-ops, kernels = Library("mine", "FRAGMENT"), Library("aten", "IMPL")
-ops.define("times(Tensor x) -> Tensor")
-ops.impl("times", lambda x: x * FACTOR, "CompositeImplicitAutograd")
-
-class Scaled(torch.Tensor):
+class Wrapped(torch.Tensor):
     @staticmethod
     def __new__(cls, x):
         return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
@@ -342,11 +334,25 @@ class Scaled(torch.Tensor):
         return ["x"], None
     @staticmethod
     def __tensor_unflatten__(inner, meta, size, stride):
-        return Scaled(inner["x"])
+        return Wrapped(inner["x"])
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args = tree_map_only(Scaled, lambda t: t.x * FACTOR, args)
-        return func(*args, **(kwargs or dict()))
+        args = tree_map_only(Wrapped, lambda t: t.x, args)
+        return dispatched(func, args, kwargs or dict())
+
+weight = Wrapped(torch.ones(4, 4))
+ops, kernels = Library("mine", "FRAGMENT"), Library("aten", "IMPL")
+"""
+CODE_OF_USERS = (
+    CUSTOM
+    + """
+FACTOR = {factor}
+twice.register_autograd(lambda ctx, grad: grad * FACTOR)
+ops.define("times(Tensor x) -> Tensor")
+ops.impl("times", lambda x: x * FACTOR, "CompositeImplicitAutograd")
+
+def dispatched(func, args, kwargs):
+    return func(*args, **kwargs) * FACTOR
 
 @torch.compiler.allow_in_graph
 def whole(x):
@@ -357,7 +363,6 @@ def whole(x):
 def wrapped(x):
     return x * FACTOR
 
-weight = Scaled(torch.ones(4, 4))
 functions = dict(
     gradient=lambda x: twice(x @ x),
     composite=lambda x: torch.ops.mine.times(x @ x),
@@ -382,6 +387,7 @@ for name, function in functions.items():
     found[name] = numbers(compiled) == numbers(function)
 print(json.dumps([found, counters["aot_autograd"]["autograd_cache_hit"]]))
 """
+)
 
 
 @pytest.mark.slow
@@ -405,11 +411,9 @@ def test_a_second_process_runs_the_code_that_it_has(unfilled: Path, run: Run, ba
         assert hits == list(found.values()).count(False)
 
 
-RESULTS_OF_CUSTOM_OPS = """
-import json, torch
-from torch._dynamo.utils import counters
-from torch.utils._pytree import tree_map_only
-
+RESULTS_OF_CUSTOM_OPS = (
+    CUSTOM
+    + """
 @torch.library.custom_op("mine::sine", mutates_args=())
 def sine(x: torch.Tensor) -> torch.Tensor:
     return x.sin().to(torch.{dtype})
@@ -421,36 +425,13 @@ def _(x):
 def called(x):
     return sine(x).exp().double().float()
 
-@torch.library.custom_op("mine::twice", mutates_args=())
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-@twice.register_fake
-def _(x):
-    return torch.empty_like(x)
+def dispatched(func, args, kwargs):
+    result = func(*args, **kwargs)
+    return called(result) if func is torch.ops.aten.mul.Tensor else result
 
 twice.register_autograd(lambda ctx, grad: called(grad))
-ops = torch.library.Library("mine", "FRAGMENT")
 ops.define("composite(Tensor x) -> Tensor")
 ops.impl("composite", called, "CompositeImplicitAutograd")
-
-class Wrapped(torch.Tensor):
-    @staticmethod
-    def __new__(cls, x):
-        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
-    def __init__(self, x):
-        self.x = x
-    def __tensor_flatten__(self):
-        return ["x"], None
-    @staticmethod
-    def __tensor_unflatten__(inner, meta, size, stride):
-        return Wrapped(inner["x"])
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        result = func(*tree_map_only(Wrapped, lambda t: t.x, args), **(kwargs or dict()))
-        return called(result) if func is torch.ops.aten.mul.Tensor else result
-
-wrapped = Wrapped(torch.ones(4, 4))
 x = torch.arange(16.0).view(4, 4).requires_grad_()
 
 def forward(function):
@@ -466,7 +447,7 @@ for name, numbers, function in (
     ("composite", forward, lambda x: torch.ops.mine.composite(x @ x).exp()),
     ("gradient", gradient, lambda x: twice(x / 8)),
     ("dynamic", gradient, lambda x: twice(x / 16)),
-    ("subclass", gradient, lambda x: x / 8 * wrapped),
+    ("subclass", gradient, lambda x: x / 8 * weight),
 ):
     hits = counters["inductor"]["fxgraph_cache_hit"]
     with torch.autocast("cpu", torch.bfloat16):
@@ -475,6 +456,7 @@ for name, numbers, function in (
     found[name] = [close, counters["inductor"]["fxgraph_cache_hit"] - hits]
 print(json.dumps(found))
 """
+)
 
 
 @pytest.mark.slow

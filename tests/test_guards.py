@@ -122,16 +122,17 @@ def doubling_small_sizes_under_autocast() -> Iterator[Any]:
         yield torch.ops.test_guards.sin
 
 
+def compiled_for_any_size(op: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(
+        lambda x: op(x), backend="smart_autocast", options={"inner": "aot_eager"}, dynamic=True
+    )
+
+
 def test_a_state_that_changes_nothing_for_one_size_may_for_another(
     doubling_small_sizes_under_autocast: Any,
 ) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: doubling_small_sizes_under_autocast(x),
-        backend="smart_autocast",
-        options={"inner": "aot_eager"},
-        dynamic=True,
-    )
+    compiled = compiled_for_any_size(doubling_small_sizes_under_autocast)
     large, small = (torch.randn(n, 4, requires_grad=True) for n in (8, 3))
     with torch.autocast(**BF16):
         compiled(large).sum().backward()
@@ -151,13 +152,7 @@ def test_a_state_that_changes_nothing_for_one_size_may_for_another(
 def test_compiled_autograd_gets_no_backward_that_only_serves_some_sizes(
     doubling_small_sizes_under_autocast: Any,
 ) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: doubling_small_sizes_under_autocast(x),
-        backend="smart_autocast",
-        options={"inner": "aot_eager"},
-        dynamic=True,
-    )
+    compiled = compiled_for_any_size(doubling_small_sizes_under_autocast)
     large = torch.randn(8, 4, requires_grad=True)
     captured = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
     with captured, torch.autocast(**BF16):
