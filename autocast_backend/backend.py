@@ -30,6 +30,7 @@ from ._torch.dynamo import (
 from ._torch.fake_tensors import fake_inputs
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
+from ._torch.memory import guard_overlaps, overlaps_by_symbols
 from ._torch.ops import chooses_attention
 from ._torch.traces import traces_noted
 from .backward.joint import save_random_numbers
@@ -120,6 +121,7 @@ def _compile(
     keep_out_of_packages(graph_module)
     if any(chooses_attention(node.target) for node in nodes_of(graph_module)):
         guard_value(kernels_of_attention, "sdpa_kernel")
+    guard_overlaps(graph_module, example_inputs)
     now = AutocastState.current()
     context = Context(
         ambient=now.inside(parsed.autocast),
@@ -177,6 +179,7 @@ def _compile(
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(outputs_in_their_places())
+            stack.enter_context(overlaps_by_symbols())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

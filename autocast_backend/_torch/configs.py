@@ -15,7 +15,7 @@ from torch import fx
 
 from .aot import tag_backward
 from .code_of_users import inductor_told_of_custom_ops, is_traced_anew
-from .tensors import shared_memory
+from .memory import shared_memory
 
 
 def backward_pass_autocast_config() -> Any:

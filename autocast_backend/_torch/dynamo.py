@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -369,6 +369,12 @@ def input_path(node: torch.fx.Node) -> str | None:
     return str(source.name() if callable(source.name) else source.name)
 
 
+def is_reached(node: torch.fx.Node) -> bool:
+    """Whether an input is a tensor that the compiled code finds in a variable, or by what it leads
+    to; not one that Dynamo makes, of a number or an array of NumPy."""
+    return (input_path(node) or "").startswith(("L[", "G["))
+
+
 def guard_leaf_and_view(node: fx.Node, value: torch.Tensor) -> None:
     """Have Dynamo compile anew for an input that is another kind of tensor than `value`: a leaf of
     autograd or not, a view or not. It does not ask, and eager autocast caches the casts of leaves
@@ -411,17 +417,47 @@ def guard_same(*paths: tuple[str, str, tuple[tuple[Any, bool], ...]]) -> None:
 
 def guard_value(of: Callable[[], Any], name: str) -> None:
     """Have Dynamo compile anew where `of` returns something else. Its logs call that `name`."""
-    from torch._dynamo.guards import install_guard
+    value = of()
+    _guard(lambda known: lambda variables: of() == value, f"{name} == {value}")
+
+
+def guard_inputs(
+    nodes: Sequence[fx.Node],
+    some: Iterable[int],
+    same: Callable[[list[Any], Callable[[], list[Any]]], bool],
+    name: str,
+) -> None:
+    """Have Dynamo compile anew where `same` is false of inputs of its graph.
+
+    Args:
+        nodes: the inputs, all of which `is_reached`.
+        some: the numbers of those that `same` takes; it also takes what returns all of them.
+        name: what Dynamo's logs call it.
+    """
+    paths = [str(input_path(node)) for node in nodes]
+    told = ", ".join(paths[i] for i in some)
+
+    def holds(known: dict[str, Any]) -> Callable[[Any], bool]:
+        first = eval(f"lambda L: [{told}]", known)
+        everything = eval(f"lambda L: [{', '.join(paths)}]", known)
+        return lambda variables: same(first(variables), lambda: everything(variables))
+
+    _guard(holds, f"{name}({told})")
+
+
+def _guard(holds: Callable[[dict[str, Any]], Callable[[Any], bool]], told: str) -> None:
+    """A guard that Dynamo calls `told` in its logs. `holds` is given the names that paths of inputs
+    use, but for that of the local variables, and returns what takes those."""
+    from torch._dynamo.guards import _get_closure_vars, install_guard
     from torch._dynamo.source import GlobalStateSource
     from torch._guards import Guard, TracingContext
 
     if TracingContext.try_get() is None:  # who calls the backend without Dynamo
         return
-    value = of()
 
     def create(builder: Any, guard: Guard) -> None:
-        same = {"___same": lambda: of() == value}
-        builder.add_python_lambda_leaf_guard_to_root(["___same()"], [f"{name} == {value}"], same)
+        names = {"___holds": holds({**_get_closure_vars(), "G": builder.scope["G"]})}
+        builder.add_python_lambda_leaf_guard_to_root(["___holds(L)"], [told], names)
 
     install_guard(Guard(GlobalStateSource(), create))
 

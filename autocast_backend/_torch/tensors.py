@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,21 +20,15 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors if has_storage(t)}
 
 
-def shared_memory(values: Iterable[Any]) -> list[str]:
-    """Which of some values, by number, are tensors of one memory, and where in it each begins."""
-    places: defaultdict[int, list[str]] = defaultdict(list)
-    with torch._C.DisableTorchFunctionSubclass():
-        for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor) and has_storage(value):
-                storage = value.untyped_storage()._cdata
-                places[storage].append(f"{i} at {value.storage_offset()}")
-    return [", ".join(shared) for shared in places.values() if len(shared) > 1]
-
-
 def has_storage(tensor: torch.Tensor) -> bool:
     """Sparse tensors, those of oneDNN's layout and of some devices have none: `untyped_storage()`
     raises."""
     return torch._C._has_storage(tensor)
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor is on the storage of one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _alone()[2]
 
 
 def has_other_holders(owner: Any, name: str, recorded: Mapping[int, list[Place]]) -> bool:

@@ -13,8 +13,10 @@ from torch import fx
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
+from ..graphs import nodes_of
 from .dynamo import gives_data_attribute, never_traced
 from .ops import arguments_of, overloads_of
+from .tensors import storages_of
 
 Told = Callable[[Iterable[torch.Tensor]], None]
 ToldReceived = Callable[[Sequence[torch.Tensor], Sequence[Any]], None]
@@ -137,3 +139,62 @@ def _writes(node: fx.Node, op: torch._ops.OpOverload) -> bool:
     """Whether an op writes to arguments that a call gives it, by its schema."""
     written = (a for a in arguments_of(op) if a.is_write)
     return any(not a.kwarg_only or node.kwargs.get(a.name) is not None for a in written)
+
+
+def written_inputs(
+    graph_module: fx.GraphModule, inputs: Sequence[Any]
+) -> dict[fx.Node, torch.Tensor]:
+    """The inputs of Dynamo's graph that it may write to, with their fake tensors.
+
+    Args:
+        inputs: the fake tensors of all inputs.
+    """
+    nodes = graph_module.graph.find_nodes(op="placeholder")
+    hidden = _storages_of_hidden_writes(graph_module)
+    made_so = _made_with_a_write(inputs)
+    return {
+        node: value
+        for node, value in zip(nodes, inputs, strict=True)
+        if _is_written(node, value, hidden, id(value) in made_so)
+    }
+
+
+def _is_written(node: fx.Node, value: Any, hidden: set[int], made_so: bool) -> bool:
+    """Whether a graph writes to an input: the version of its fake tensor counts most writes, also
+    those through views.
+
+    Args:
+        hidden: the storages of fake tensors that may be written to without a count.
+        made_so: whether the fake tensor was made with a write.
+    """
+    fake = node.meta.get("example_value")
+    if not isinstance(fake, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    return fake._version > made_so or not hidden.isdisjoint(storages_of([fake]))
+
+
+def _made_with_a_write(inputs: Sequence[Any]) -> set[int]:
+    """The inputs, by their id, whose fake tensors PyTorch makes with `set_`, which counts as a
+    write (`MetaConverter.meta_tensor`): they, or what they are views of, begin inside of their
+    storage, or an input before them has that storage, too, and counts for itself.
+
+    Where Dynamo met them in another order, one of them passes for written, and so do all.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    owners = [value if value._base is None else value._base for value in tensors]
+    seen: set[int] = set()
+    made_so = set()
+    for owner in {id(owner): owner for owner in owners}.values():
+        offset = owner.storage_offset() if owner.layout is torch.strided else 0
+        storages = storages_of([owner])
+        if (isinstance(offset, int) and offset > 0) or storages & seen:
+            made_so.add(id(owner))
+        seen |= storages
+    return {id(v) for v, owner in zip(tensors, owners, strict=True) if id(owner) in made_so}
+
+
+def _storages_of_hidden_writes(graph_module: fx.GraphModule) -> set[int]:
+    calls = [node for node in nodes_of(graph_module) if node.op.startswith("call")]
+    written = [argument for call in calls for argument in hidden_writes(call)]
+    values = pytree.tree_leaves([argument.meta.get("example_value") for argument in written])
+    return storages_of(value for value in values if isinstance(value, torch.Tensor))

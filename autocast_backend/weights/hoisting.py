@@ -39,9 +39,9 @@ from .._torch.dynamo import (
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.formulas import grad_fn_of
 from .._torch.fsdp import managed_by_fsdp
-from .._torch.tensors import is_of_transform, storages_of
-from .._torch.writes import hidden_writes
-from ..graphs import copy_graph, names_of, nodes_of
+from .._torch.tensors import is_of_transform
+from .._torch.writes import hidden_writes, written_inputs
+from ..graphs import copy_graph, names_of
 from ..lowering.bodies import Bodies
 from ..lowering.proving import written_and_returned
 from ..lowering.writing import CACHED
@@ -100,13 +100,7 @@ def weight_casts(
     told: list[WeightCast] = []
     weights: dict[fx.Node, str] = {}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    hidden = _storages_of_hidden_writes(graph_module)
-    made_so = _made_with_a_write(inputs)
-    written = [
-        value
-        for node, value in zip(placeholders, inputs, strict=True)
-        if _is_written(node, value, hidden, id(value) in made_so)
-    ]
+    written = [*written_inputs(graph_module, inputs).values()]
     for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         casts = [reader for reader in _readers(node) if _is_lowering_cast(reader)]
         if casts and node.meta["example_value"].requires_grad and value.dtype is torch.float32:
@@ -401,47 +395,6 @@ def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
         )
         for leaf in pytree.tree_leaves(reader.meta["example_value"])
     )
-
-
-def _is_written(node: fx.Node, value: Any, hidden: set[int], made_so: bool) -> bool:
-    """Whether a graph writes to an input: the version of its fake tensor counts most writes, also
-    those through views.
-
-    Args:
-        hidden: the storages of fake tensors that may be written to without a count.
-        made_so: whether the fake tensor was made with a write.
-    """
-    fake = node.meta.get("example_value")
-    if not isinstance(fake, torch.Tensor) or not isinstance(value, torch.Tensor):
-        return False
-    return fake._version > made_so or not hidden.isdisjoint(storages_of([fake]))
-
-
-def _made_with_a_write(inputs: Sequence[Any]) -> set[int]:
-    """The inputs, by their id, whose fake tensors PyTorch makes with `set_`, which counts as a
-    write (`MetaConverter.meta_tensor`): they, or what they are views of, begin inside of their
-    storage, or an input before them has that storage, too, and counts for itself.
-
-    Where Dynamo met them in another order, one of them passes for written, and so do all.
-    """
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    owners = [value if value._base is None else value._base for value in tensors]
-    seen: set[int] = set()
-    made_so = set()
-    for owner in {id(owner): owner for owner in owners}.values():
-        offset = owner.storage_offset() if owner.layout is torch.strided else 0
-        storages = storages_of([owner])
-        if (isinstance(offset, int) and offset > 0) or storages & seen:
-            made_so.add(id(owner))
-        seen |= storages
-    return {id(v) for v, owner in zip(tensors, owners, strict=True) if id(owner) in made_so}
-
-
-def _storages_of_hidden_writes(graph_module: fx.GraphModule) -> set[int]:
-    calls = [node for node in nodes_of(graph_module) if node.op.startswith("call")]
-    written = [argument for call in calls for argument in hidden_writes(call)]
-    values = pytree.tree_leaves([argument.meta.get("example_value") for argument in written])
-    return storages_of(value for value in values if isinstance(value, torch.Tensor))
 
 
 def _leaf_like(weight: Any, cast: Any) -> Any:

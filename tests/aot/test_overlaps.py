@@ -1,0 +1,104 @@
+"""Inputs that overlap: a graph that writes to one is compiled for how they do, and anew where they
+do otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.aot.harness import AOT_EAGER, ORACLE
+from tests.support import BF16, assert_same_bits
+
+Inputs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Two matrices, the first of which is written to, out of 64 elements."""
+
+INPUTS: dict[str, Inputs] = {
+    "apart": lambda memory: (memory[:16].view(4, 4), memory[16:32].view(4, 4)),
+    "further_apart": lambda memory: (memory[:16].view(4, 4), memory[32:48].view(4, 4)),
+    "of_their_own": lambda memory: (
+        memory[:16].view(4, 4).clone(),
+        memory[16:32].view(4, 4).clone(),
+    ),
+    "overlapping": lambda memory: (memory[:16].view(4, 4), memory[4:20].view(4, 4)),
+    "overlapping_less": lambda memory: (memory[:16].view(4, 4), memory[8:24].view(4, 4)),
+    "overlapping_elsewhere": lambda memory: (memory[16:32].view(4, 4), memory[20:36].view(4, 4)),
+    "of_less_memory": lambda memory: INPUTS["overlapping"](memory[:32].clone()),
+    "the_other_way_round": lambda memory: (memory[4:20].view(4, 4), memory[:16].view(4, 4)),
+}
+
+
+def write_and_multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.mul_(3)
+    return y @ y
+
+
+def values(compiled: Callable[..., torch.Tensor], names: list[str]) -> list[torch.Tensor]:
+    """What each call returns, and all that it may write to."""
+    found = []
+    for name in names:
+        memory = torch.arange(64.0).sin()
+        inputs = INPUTS[name](memory)
+        with torch.autocast(**BF16):
+            found += [compiled(*inputs), memory, *inputs]
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("then", INPUTS)
+@pytest.mark.parametrize("first", ["apart", "of_their_own", "overlapping"])
+def test_inputs_that_overlap_in_another_way(first: str, then: str, dynamic: bool) -> None:
+    def both(**compile_arguments: object) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(write_and_multiply, dynamic=dynamic, **compile_arguments)
+        return values(compiled, [first, then, first])
+
+    assert_same_bits(both(**AOT_EAGER), both(**ORACLE))
+
+
+class Counts(nn.Module):
+    """Writes to a buffer, or to its weight."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(16.0).sin().view(4, 4))
+        self.register_buffer("state", torch.arange(16.0).cos().view(4, 4))
+        self.written = written
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        getattr(self, self.written).mul_(3)
+        return (x @ x) @ self.weight
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("written", ["state", "weight"])
+@pytest.mark.parametrize(
+    "take", [lambda t: t, lambda t: t.view(4, 4), lambda t: t.t()], ids=["itself", "view", "turned"]
+)
+def test_an_input_of_the_memory_that_a_module_writes_to(
+    take: Callable[[torch.Tensor], torch.Tensor], written: str, dynamic: bool
+) -> None:
+    def calls(**compile_arguments: object) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = Counts(written)
+        compiled = torch.compile(model, dynamic=dynamic, **compile_arguments)
+        found = []
+        with torch.no_grad():
+            for of in (torch.eye(4), getattr(model, written), torch.eye(4)):
+                with torch.autocast(**BF16):
+                    found += [compiled(take(of)), getattr(model, written).clone()]
+        return found
+
+    assert_same_bits(calls(**AOT_EAGER), calls(**ORACLE))
+
+
+def test_what_does_not_overlap_is_not_compiled_again() -> None:
+    compiled = torch.compile(write_and_multiply, dynamic=False, **AOT_EAGER)
+    values(compiled, ["apart"])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        values(compiled, ["further_apart", "of_their_own", "apart"])
+    values(compiled, ["overlapping"])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        values(compiled, ["overlapping", "apart"])
