@@ -77,6 +77,8 @@ def training_graphs(change: Callable[[TrainingGraph], None]) -> Iterator[None]:
         bound = signature.bind(*args, **kwargs)
         # torch 2.11: the fields are arguments
         spec = bound.arguments.get("spec") or SimpleNamespace(**bound.arguments)
+        if not spec.aot_config.enable_log:  # what Inductor has for a pattern that it found
+            return original(*args, **kwargs)
         # torch before 2.13: the compiler stands in the configuration
         holder = spec if hasattr(spec, "bw_compiler") else spec.aot_config
         graph = _training_graph(spec, holder.bw_compiler)

@@ -389,8 +389,9 @@ def _draws(node: fx.Node) -> bool:
     return any(_draws(inner) for graph in graphs for inner in graph.nodes)
 
 
-def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None:
-    """Have the partitioner compute in the backward what another state would change in it.
+def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> bool:
+    """Have the partitioner compute in the backward what another state would change in it. Says
+    whether there is anything.
 
         p = primals_1 * 2
         -- backward --
@@ -408,3 +409,4 @@ def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> None
         ):
             node.meta["partitioner_tag"] = "must_be_in_backward"
             kept.add(node)
+    return bool(kept)

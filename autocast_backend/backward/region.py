@@ -96,6 +96,8 @@ class Region:
         configs: the compilers' configuration.
         grad: whether autograd was on around the graph.
         training_graphs: how many the inner compiler has made of it.
+        can_change: whether autocast acts on its backward as that was traced. Inductor makes one op,
+            which autocast does not know, of attention that is written out.
     """
 
     graph_module: fx.GraphModule
@@ -107,6 +109,7 @@ class Region:
     configs: Callable[[], Any] = field(default_factory=compile_configs)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     training_graphs: int = 0
+    can_change: bool = False
 
     @functools.cached_property
     def device_types(self) -> tuple[str, ...]:
@@ -120,7 +123,7 @@ class Region:
 
     def keep_in_backward(self, joint: fx.GraphModule) -> None:
         """A pass over the joint graph before it is partitioned."""
-        keep_in_backward(joint, self.device_types)
+        self.can_change |= keep_in_backward(joint, self.device_types)
         save_what_is_overwritten(joint)
 
     def follow_autocast(self, training: TrainingGraph) -> None:
@@ -131,6 +134,7 @@ class Region:
             fresh
             and self.hooks is None
             and is_plain(self.graph_module)
+            and not self.can_change
             and not autocast_can_change(training.backward_module(), self.device_types)
         ):
             if training.compile_backward is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -324,6 +325,30 @@ def test_switches_are_those_of_the_forward(
     expected = gradient(function)
     actual = gradient(torch.compile(function, **ours()))
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", ["off", "bf16"])
+def test_attention_that_inductor_recognises(forward: str) -> None:
+    """In the backward it calls one op, which autocast does not know, for the products."""
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-2, -1)).div(math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+    def gradients(function: Any, backward: str) -> list[Any]:
+        torch.manual_seed(0)
+        inputs = [torch.randn(2, 4, 8, 16).requires_grad_() for _ in range(3)]
+        with torch.autocast(**STATES[forward]):
+            y = function(*inputs)
+        with torch.autocast(**STATES[backward]):
+            y.float().square().sum().backward()
+        return [x.grad for x in inputs]
+
+    torch._dynamo.reset()
+    precise = {"emulate_precision_casts": True}
+    compiled = torch.compile(function, **ours("inductor", inductor=precise))
+    for backward in ("bf16", "fp16"):
+        assert_same_bits(gradients(compiled, backward), gradients(function, backward))
 
 
 def bmm_for_softmax(grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
