@@ -297,23 +297,27 @@ def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None
 
 
 def _why_not_this_cast(cast: fx.Node, *, lasting: bool) -> str | None:
+    if not cast.users:
+        return "no call reads it"
     if CACHED not in cast.meta:
         if cast.meta["example_value"].requires_grad:
             return "eager autocast does not cache it"
         if not lasting:
             return 'eager autocast does not cache it, weight_cache="version" does'
     if lasting and _is_handed_out(cast):
-        return "a call writes to the cast or returns it"
+        return "a call writes to the cast, or it is returned"
     return None
 
 
 def _is_handed_out(cast: fx.Node) -> bool:
-    """Whether a call that reads a cast writes to its memory, or returns it to others who may, as
-    ops of users do. Later calls would read what was written."""
+    """Whether the graph returns a cast, or a call that reads it writes to its memory or returns it
+    to others who may, as ops of users do. Later calls would read what was written."""
     return any(_hands_out(reader, cast) for reader in cast.users)
 
 
 def _hands_out(reader: fx.Node, cast: fx.Node) -> bool:
+    if reader.op == "output":
+        return True
     # What does not run without autocast is in a bracket, and its casts are those that eager keeps.
     fake_mode = fake_mode_of([cast.meta["example_value"]])
     written, returned = written_and_returned(reader, None, fake_mode)

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from autocast_backend import clear_weight_cache, multi_cast
+from autocast_backend import autocast_to_bf16, clear_weight_cache, multi_cast
 from autocast_backend.weights import cache, cast, graph_weights
 
 from .support import Net, bf16, casts_made, data, make, ours
@@ -660,6 +660,15 @@ def returns_its_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ..
     return x @ w, torch.ops.smart_autocast_written.same(w)
 
 
+def returns_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x @ w, autocast_to_bf16(w)
+
+
+def casts_for_nobody(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    autocast_to_bf16(w)
+    return (x @ w,)
+
+
 @pytest.mark.usefixtures("user_ops")
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
 @pytest.mark.parametrize(
@@ -668,6 +677,8 @@ def returns_its_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ..
         a_call_writes_to_its_cast,
         the_graph_writes_to_a_cast,
         returns_its_cast,
+        returns_a_smart_cast,
+        casts_for_nobody,
     ],
 )
 def test_what_is_written_to_one_cast_is_not_read_by_other_calls(
