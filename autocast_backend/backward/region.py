@@ -330,10 +330,11 @@ class Backward:
             self._guards = ShapeGuards(self._region.inputs)  # every variant hangs on every trace
         if key not in self._joints:
             try:
-                self._joints[key] = self._region.trace(key)
+                joint = self._region.trace(key)
             except dynamo_error() as error:  # the dtypes in a body of `while_loop` do not fit, say
                 raise self._cannot_follow(key, _reason(error)) from error
-            self._calls[key] = calls_of(self._joints[key].graph_module)
+            self._calls[key] = calls_of(joint.graph_module)
+            self._joints[key] = joint  # last: what is interrupted is done again
         return self._calls[key]
 
     def _graph(self, key: Key) -> fx.GraphModule:

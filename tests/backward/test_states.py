@@ -21,11 +21,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autocast_backend import BackwardAutocastWarning
+from autocast_backend.backward import region
+from autocast_backend.backward.differences import Call
 from tests.backward.support import (
     EAGER,
     OFF,
@@ -349,6 +351,19 @@ def test_attention_that_inductor_recognises(forward: str) -> None:
     compiled = torch.compile(function, **ours("inductor", inductor=precise))
     for backward in ("bf16", "fp16"):
         assert_same_bits(gradients(compiled, backward), gradients(function, backward))
+
+
+def test_an_interrupted_first_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(module: fx.GraphModule) -> list[Call]:
+        raise KeyboardInterrupt
+
+    steps = Steps(Island, _x, **ours())
+    monkeypatch.setattr(region, "calls_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        steps.step(STATES["off"], STATES["bf16"])
+    monkeypatch.undo()
+    actual = steps.step(STATES["off"], STATES["bf16"])
+    assert_same_bits(actual, eager("island", "off")["bf16"].values)
 
 
 def bmm_for_softmax(grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: Any) -> torch.Tensor:
