@@ -251,6 +251,7 @@ class GraphWeights:
             if cast is not None and cast.is_right(weight):
                 found.append(cast)
                 if self._keep_memory and cast not in Shared.kept.get(key, ()):
+                    _leaves_kept_on_cpu(key, cast)
                     Shared.kept.setdefault(key, []).append(cast)
                 continue
             if cast is not None:
@@ -309,6 +310,7 @@ class GraphWeights:
         """Have later scopes find the memory of a new cast, in the place of that of `former`."""
         kept = Shared.kept.get(key, [])
         memory = cast.memory.cast
+        _leaves_kept_on_cpu(key, former)
         if former in kept:  # also where this graph would not keep it: another one does
             kept[kept.index(former)] = cast
         elif self._keep_memory and not is_captured(memory):
@@ -320,8 +322,12 @@ class GraphWeights:
             and not self._records
         ):
             Shared.kept_on_cpu[key] = cast
-        elif Shared.kept_on_cpu.get(key) is former:
-            Shared.kept_on_cpu.pop(key, None)
+
+
+def _leaves_kept_on_cpu(key: Key, cast: Cast | None) -> None:
+    """Two casts in one memory, or one in two places, would hold it against each other."""
+    if Shared.kept_on_cpu.get(key) is cast:
+        Shared.kept_on_cpu.pop(key, None)
 
 
 def _runs(lists: Iterable[tuple[torch.dtype, torch.device]]) -> Runs:

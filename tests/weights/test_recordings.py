@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autocast_backend import weight_cache_info
 from autocast_backend.weights import graph_weights
 from autocast_backend.weights.cache import Shared, stores
 from tests.support import assert_same_bits
@@ -163,6 +164,23 @@ def test_graphs_that_are_not_recorded_share_the_memory(
     before = recorder.recordings
     steps(4)
     assert recorder.recordings == before >= 2
+
+
+def test_memory_that_a_recorded_graph_takes_over_is_kept_once(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that is not recorded has kept it on the CPU."""
+    monkeypatch.setattr(graph_weights, "KEPT_BYTES", 0)
+    model, x = make(Plain), data(3, 8)
+    mine, other = recorded(model), torch.compile(lambda x: model(x), **ours())
+    calls = [other, other, mine, mine]
+    size = sum(2 * p.numel() for p in model.parameters())
+    for calls_of_scope in (calls, calls[::-1], calls, calls[::-1]):
+        with torch.no_grad(), bf16():
+            for call in calls_of_scope:
+                call(x)
+        assert weight_cache_info().bytes == size
+    assert [len(Shared.kept[id(p), torch.bfloat16]) for p in model.parameters()] == [1] * 4
 
 
 def test_a_cast_that_two_recorded_graphs_read_is_kept_once(recorder: Recorder) -> None:
