@@ -196,6 +196,12 @@ def is_functorch_transform(target: Any) -> int:
     return -1 if name.endswith("_decrement_nesting") else 0
 
 
+def is_functorch_call(target: Any) -> bool:
+    """Whether a graph node is a part of a `torch.func` transform itself: it enters or leaves one,
+    or gives or takes a wrapper around a tensor."""
+    return "_functorch" in (getattr(target, "__module__", None) or "")
+
+
 def is_gradient_transform(target: Any) -> bool:
     """Whether a graph node enters `torch.func.grad`, `jvp` or another transform than `vmap`: all
     that a call gives inside is a wrapper, whatever the call takes."""

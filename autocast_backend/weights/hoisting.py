@@ -31,6 +31,7 @@ from .._torch.autocast import disable_autocast
 from .._torch.dynamo import (
     guard_leaf_and_view,
     input_name,
+    is_functorch_call,
     is_higher_order_op,
     is_static_input,
     keep_static_inputs,
@@ -311,13 +312,21 @@ def _why_not_this_cast(cast: fx.Node, *, lasting: bool) -> str | None:
 
 def _is_handed_out(cast: fx.Node) -> bool:
     """Whether the graph returns a cast, or a call that reads it writes to its memory or returns it
-    to others who may, as ops of users do. Later calls would read what was written."""
+    to others who may, as ops of users do. Later calls would read what was written.
+
+    Args:
+        cast: or the input of a body that is one.
+    """
     return any(_hands_out(reader, cast) for reader in cast.users)
 
 
 def _hands_out(reader: fx.Node, cast: fx.Node) -> bool:
-    if reader.op == "output":
+    if reader.op == "output" or is_functorch_call(reader.target):
         return True
+    if is_higher_order_op(reader.target):
+        bodies = Bodies(reader.graph.owning_module)  # type: ignore[arg-type]
+        inputs = [i for i, operand in bodies.operands(reader).items() if operand is cast]
+        return not inputs or any(map(_is_handed_out, inputs))
     # What does not run without autocast is in a bracket, and its casts are those that eager keeps.
     fake_mode = fake_mode_of([cast.meta["example_value"]])
     written, returned = written_and_returned(reader, None, fake_mode)

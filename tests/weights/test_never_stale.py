@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import autocast_to_bf16, clear_weight_cache, multi_cast
 from autocast_backend.weights import cache, cast, graph_weights
@@ -664,6 +665,18 @@ def returns_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor
     return x @ w, autocast_to_bf16(w)
 
 
+def a_checkpoint_returns_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
+    return x @ w, checkpoint(torch.t, autocast_to_bf16(w), use_reentrant=False)
+
+
+def a_checkpoint_writes_to_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
+    return x @ w, checkpoint(lambda c: c.mul_(2).sum(), autocast_to_bf16(w), use_reentrant=False)
+
+
+def a_transform_returns_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
+    return x @ w, torch.vmap(lambda row: row.view(-1))(autocast_to_bf16(w))
+
+
 def casts_for_nobody(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     autocast_to_bf16(w)
     return (x @ w,)
@@ -678,6 +691,9 @@ def casts_for_nobody(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ..
         the_graph_writes_to_a_cast,
         returns_its_cast,
         returns_a_smart_cast,
+        a_checkpoint_returns_a_smart_cast,
+        a_checkpoint_writes_to_a_smart_cast,
+        a_transform_returns_a_smart_cast,
         casts_for_nobody,
     ],
 )
