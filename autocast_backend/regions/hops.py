@@ -175,7 +175,7 @@ def _outline(module: fx.GraphModule, enter: fx.Node, exit_: fx.Node) -> fx.Graph
     queue = list(inner)
     for node in queue:
         for user in list(node.users):
-            if user.target is operator.getitem and user not in inner:
+            if user not in inner and _takes_apart(user, node):
                 exit_.prepend(user)
                 inner[user] = None
                 queue.append(user)
@@ -195,6 +195,18 @@ def _outline(module: fx.GraphModule, enter: fx.Node, exit_: fx.Node) -> fx.Graph
     for node in reversed(inner):
         graph.erase_node(node)
     return body
+
+
+def _takes_apart(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a node reads an element of the list or tuple that another gives. Dynamo writes `y[i]`
+    of tensors in the same way, which may read what stands between the two, or what was written."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return (
+        user.target is operator.getitem
+        and user.all_input_nodes == [node]
+        and isinstance(user.args[1], (int, slice))
+        and not isinstance(value, torch.Tensor)
+    )
 
 
 def _between(enter: fx.Node, exit_: fx.Node) -> dict[fx.Node, None]:

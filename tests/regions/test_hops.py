@@ -269,6 +269,23 @@ def test_a_list_in_a_tuple_stays_in_its_region() -> None:
         assert_same_bits(run(program._update(hops, signature)), run(program))
 
 
+def test_an_index_of_a_tensor_stays_where_it_is() -> None:
+    """Dynamo writes it as what takes a list apart; what it reads may be made, or written, later."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with autocast():
+            y = x @ x.t()
+        y.add_(1)
+        return y[[0, 1]], y[y.argmax(1) % 4], y[0]
+
+    graphs: list[fx.GraphModule] = []
+    torch._dynamo.reset()
+    torch.compile(function, backend=lambda g, _: graphs.append(g) or g.forward)(X)
+    hops, _ = regions_to_hops(graphs[0])
+    hops.graph.lint()
+    assert_same_bits(hops(X), function(X))
+
+
 def test_the_given_signature_is_left_alone() -> None:
     def function(m: Model, x: torch.Tensor) -> Any:
         with autocast():
