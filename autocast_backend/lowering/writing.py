@@ -124,7 +124,8 @@ class Writer:
                     and weight in operands
                     and not is_opened_in(how[-2], writer.graph)
                 ):
-                    inside.setdefault((writer, cast), {})[node] = (operands[weight], *how)
+                    key = (self._weight(operands[weight]), *how)
+                    inside.setdefault((writer, cast), {})[node] = key
         return inside
 
     def _share(
@@ -182,7 +183,7 @@ class Writer:
         def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
             if not isinstance(args[0], fx.Node) or args[0] not in shared:
                 return self._add(c, target, args, kwargs, c.in_transform)
-            weight = self._first[id(args[0].meta["example_value"])]
+            weight = self._weight(args[0])
             key = (weight, target, args[1:], c.placement.scope, c.grad)
             if key not in self.weight_casts:
                 with self.graph.inserting_before(c.shared_before or c.node):
@@ -194,6 +195,10 @@ class Writer:
             return self.weight_casts[key]
 
         return call
+
+    def _weight(self, node: fx.Node) -> fx.Node:
+        """The first node with a weight that is the value of `node`, too."""
+        return self._first[id(node.meta["example_value"])]
 
     def _add(self, c: Candidate, target: Any, args: Any, kwargs: Any, inside: bool) -> fx.Node:
         """Add a call; inside a transform there is no example value to give it."""

@@ -186,6 +186,23 @@ def test_brackets_inside_selective_checkpoints(monkeypatch: pytest.MonkeyPatch) 
     assert_same_bits(compiled, step())
 
 
+def test_a_checkpoint_of_what_is_the_weight_itself() -> None:
+    """`w.float()` is w: they read one cast, and the gradients of the three products add up in it.
+    Compared with eager itself, as Dynamo's graph of a checkpoint does not run under autocast."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda a, b: (a @ b).sin(), w.float(), w, use_reentrant=False)
+        return (x @ w) @ y
+
+    def step(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        x, w = leaves()
+        with torch.autocast(**BF16):
+            y = run(x, w)
+        return [y, *torch.autograd.grad(loss_of(y), (x, w))]
+
+    assert_same_bits(step(torch.compile(function, **AOT_EAGER)), step(function))
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "eager"])
 def test_brackets_that_raise_inside_selective_checkpoints(inner: str) -> None:
     """What is compiled after the error knows what autocast does inside of kernels."""
