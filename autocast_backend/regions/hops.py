@@ -230,7 +230,8 @@ def _body(
     attributes: dict[str, Any] = {}
     copies: dict[fx.Node, fx.Node] = {}
     operands, fetched = [], []
-    for node in dict.fromkeys(a for n in inner for a in n.all_input_nodes if a not in inner):
+    moved = _symbols_of(module.graph, inner) | dict(inner)
+    for node in dict.fromkeys(a for n in moved for a in n.all_input_nodes if a not in moved):
         value = get_attribute(module, str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, torch.nn.Module):  # a body: no operand, but an attribute here too
             attributes[str(node.target)] = value
@@ -240,7 +241,7 @@ def _body(
     for node in operands:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = {k: v for k, v in node.meta.items() if k in ("val", "example_value")}
-    for node in (*fetched, *inner):
+    for node in (*fetched, *moved):
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "call_module":
             attributes[str(node.target)] = module.get_submodule(str(node.target))
@@ -249,6 +250,21 @@ def _body(
         outputs = [n for n in inner if isinstance(n.meta.get("val"), torch.Tensor)][-1:]
     graph.output(tuple(copies[n] for n in outputs))
     return fx.GraphModule(attributes, graph), operands, outputs
+
+
+def _symbols_of(graph: fx.Graph, inner: Mapping[fx.Node, None]) -> dict[fx.Node, None]:
+    """What hangs on dynamic sizes alone and is no whole number, such as `n > 4`: a program with a
+    body that is given it cannot be saved, so a body computes it itself."""
+    found = set()
+    queue = [a for n in inner for a in n.all_input_nodes if a not in inner]
+    for node in queue:
+        values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+        if isinstance(values[0], (torch.SymBool, torch.SymFloat)) and all(
+            isinstance(v, (torch.SymBool, torch.SymFloat, torch.SymInt)) for v in values
+        ):
+            found.add(node)
+            queue += node.all_input_nodes
+    return {node: None for node in graph.nodes if node in found}
 
 
 def _spelled_out(enter: fx.Node) -> Region:

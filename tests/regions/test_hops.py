@@ -356,6 +356,24 @@ def test_a_region_with_nothing_but_a_side_effect_can_be_saved() -> None:
     assert_same_bits(run(save_and_load(ours)), run(program))
 
 
+def test_a_region_with_a_question_about_sizes_can_be_saved() -> None:
+    """`torch.export.save` takes no body that is given the answer."""
+
+    def function(m: Model, x: torch.Tensor) -> Any:
+        large = x.shape[0] * 0.5 > 1
+        with autocast():
+            return torch.cond(large, m.layer, lambda t: m.layer(t).sin(), (x,))
+
+    model, sizes = Model(function), {"x": {0: torch.export.Dim("n", min=1, max=8)}}
+    program = torch.export.export(model, (X,), dynamic_shapes=sizes)
+    hops, signature = regions_to_hops(program.graph_module, program.graph_signature)
+    (call,) = calls(hops, wrap_with_autocast)
+    assert not any(isinstance(n.meta["val"], torch.SymBool) for n in call.args[5:])  # type: ignore[union-attr]
+    loaded = save_and_load(program._update(hops, signature)).module()
+    for x in (X, X[:2]):
+        assert_same_bits(loaded(x), model(x))
+
+
 def test_no_grad_inside_a_region_stays() -> None:
     """Torch's passes lose it: what comes out of it requires grad in the exported program."""
 
