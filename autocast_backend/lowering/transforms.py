@@ -13,6 +13,7 @@ with such a level they stand before the span.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from .._torch.dynamo import (
     is_gradient_transform,
     is_higher_order_op,
 )
+from .._torch.tensors import is_of_transform
 from ..policies.table import Policy
 from ..state import AutocastState
 from ..validation.compare import Failed, Observation, casts_again, difference, is_weight, observe
@@ -42,13 +44,17 @@ def judge_transforms(candidates: list[Candidate], fake_mode: Any) -> None:
     proved equal are lowered, or left alone."""
     if fake_mode is None:
         return
-    for span in _spans(candidates):
+    spans = list(_spans(candidates))
+    casts = Counter(cast for c in candidates for cast in _casts_kept(c)) if spans else Counter()
+    for span in spans:
         reason = _why_not(span)
         found: dict[fx.Node, Recipe] = {}
         given: Given | None = {}
         wrapping = any(is_gradient_transform(c.node.target) for c in span)
         if reason is None:
             reason, given = _judge(span, fake_mode, found)
+        elif any(casts[cast] > 1 for c in span for cast in _casts_kept(c)):
+            given = None
         for c in span:
             c.keeps = given is None and c.grad
             c.refused = reason and f"{c.refused}: {reason}"
@@ -93,6 +99,20 @@ def _judge(
         return None, given
 
 
+def _casts_kept(c: Candidate) -> list[tuple[int, Any]]:
+    """The casts of weights that eager autocast keeps for a call, as far as the policy table knows:
+    the `id` of each weight, and the scope."""
+    state = c.placement.state
+    if not c.grad or not state.cache_enabled:
+        return []
+    recipe = recipes.build(c.node, state) or Recipe()
+    arguments = recipes.tensor_arguments(c.node)
+    lower = {*c.shared, *(i for i, cast in recipe.casts if cast.op is not recipes.FULL)}
+    values = [arguments[i].meta["example_value"] for i in sorted(lower)]
+    weights = (value for value in values if not is_of_transform(value) and is_weight(value))
+    return [(id(weight), c.placement.scope) for weight in weights]
+
+
 def _spans(candidates: list[Candidate]) -> Iterator[list[Candidate]]:
     span: list[Candidate] = []
     depth = 0
@@ -107,7 +127,8 @@ def _spans(candidates: list[Candidate]) -> Iterator[list[Candidate]]:
 
 def _why_not(span: list[Candidate]) -> str | None:
     first, last = span[0], span[-1]
-    if last.position - first.position + 1 != len(span):
+    whole = last.position - first.position + 1 == len(span)
+    if not whole or is_functorch_transform(first.node.target) != 1:  # a region inside of it
         return "a part of the transform stands under another autocast state"
     if any(c.placement.state != first.placement.state for c in span):
         return "it stands under more than one autocast state"

@@ -145,6 +145,38 @@ def test_weights_that_a_transform_slices(function: Function, calls: int) -> None
     assert_same_bits(gradients(compiled), gradients(function))
 
 
+def leaf_of_a_gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(under(lambda v: ((v @ w).sin() @ v).sum()))(x)
+
+
+def weight_read_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(under(lambda v: v @ w @ w))(x)
+
+
+def weight_read_outside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def island(v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = v @ w
+        return y + v @ w
+
+    return under(lambda: torch.cat([torch.func.vmap(island)(x), x.sin() @ w]))()
+
+
+@pytest.mark.parametrize("function", [leaf_of_a_gradient, weight_read_twice, weight_read_outside])
+def test_a_part_of_a_transform_under_another_state(function: Function) -> None:
+    """No call is asked about alone, and what eager's cache shares is shared, or left to eager."""
+
+    def results(function: Function) -> list[torch.Tensor]:
+        x, data = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+        w = data.clone().requires_grad_()  # a view is no weight
+        output = function(x, w)
+        return [output, *torch.autograd.grad(output.float().square().sum(), w)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(results(compiled), results(function))
+
+
 def test_a_lowered_span_serves_other_dtypes() -> None:
     region = under(lambda x: mapped(x, torch.eye(8)))
     x = torch.randn(3, 8, 8)
