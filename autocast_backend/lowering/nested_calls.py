@@ -113,7 +113,8 @@ class NestedCalls:
     def _owner(self, operand: Any) -> Any:
         """The entry for the module that an operand is a weight of."""
         path = input_path(operand) if isinstance(operand, fx.Node) else None
-        return None if path is None else self._overrides.of_module(parse_name(path)[:-1])
+        name = () if path is None else parse_name(path)  # of a variable: none
+        return self._overrides.of_module(name[:-1]) if name else None
 
     def _moved(self, entry: tuple[str, str], traced: Stack, called: Stack) -> tuple[str, str]:
         """A module inside of the last of `traced`: the one that `called` has in its place."""

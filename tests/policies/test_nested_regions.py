@@ -190,6 +190,26 @@ class ByFunction(nn.Module):
         return x
 
 
+def test_tensors_that_a_region_is_given_belong_to_no_module() -> None:
+    """An argument of the function is none of its weights, nor is what is made of it."""
+
+    @nested_compile_region
+    def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).sin()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return region(x, w) + region(x * 2, w)
+
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    options = {"inner": "aot_eager", "policies": {"module": {"**": {"dtype": torch.float16}}}}
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="smart_autocast", options=options)
+    with torch.autocast(**BF16):
+        result = compiled(x, w)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert_same_bits(result, function(x, w))
+
+
 def test_modules_that_a_region_is_given_cannot_be_told_apart() -> None:
     model, x = ByFunction(), torch.randn(3, 4)
     wanted = nn.Sequential(*model.layers)(x)
