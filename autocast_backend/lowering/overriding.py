@@ -51,13 +51,20 @@ class Overrider:
     _treated: dict[str, bool] = field(default_factory=dict)
     _treated_otherwise: dict[str, bool] = field(default_factory=dict)
 
-    def forces(self, node: fx.Node, placement: Placement) -> bool:
+    def forces(self, node: fx.Node, placement: Placement, refused: str | None) -> bool:
         """Whether an override decides about a call without a look at what autocast makes of it,
-        which may be an error: of a `cat` of another lower precision than the region's, say."""
+        which may be an error: of a `cat` of another lower precision than the region's, say. And
+        what a `torch.func` transform consists of may run once alone.
+
+        Args:
+            refused: why the call cannot be lowered; None where it can.
+        """
         override = self.overrides.of(node) if placement.state.enabled_devices else None
         if override is None:
             return False
-        return override.key == "op" or recipes.build(node, placement.state) is not None
+        if override.key == "op" or refused is not None:
+            return True
+        return recipes.build(node, placement.state) is not None
 
     def decide(
         self, node: fx.Node, placement: Placement, grad: bool, fake_mode: Any, refused: str | None
@@ -135,7 +142,7 @@ class Overrider:
         override = self.overrides.of(c.node) if c.placement.state.enabled_devices else None
         if override is None or _writes(c, fake_mode):
             return None
-        named = self.forces(c.node, c.placement) or self._is_treated(c, fake_mode)
+        named = self.forces(c.node, c.placement, c.refused) or self._is_treated(c, fake_mode)
         return override if named else None
 
     def _is_treated(self, c: Candidate, fake_mode: Any) -> bool:
@@ -149,6 +156,8 @@ def _writes(c: Candidate, fake_mode: Any) -> bool:
     of these would be written to in their place."""
     if looks_mutating(c.node) or hidden_writes(c.node):
         return True
+    if c.refused is not None:  # a run would change more than arguments: a transform's level
+        return False
     written, _ = written_and_returned(c.node, c.placement.state, fake_mode)
     return bool(written)
 

@@ -190,7 +190,7 @@ class _Run:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         try:
             # A module names a call only if autocast treats it, which its value tells.
-            if not overrider.forces(node, placement):
+            if not overrider.forces(node, placement, refused):
                 with placement.state.applied():
                     values[node] = recipes.run(node.target, args, kwargs)
                 _note(node, values)

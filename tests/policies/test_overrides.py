@@ -639,6 +639,29 @@ def test_what_is_not_looked_into_can_be_in_another_state() -> None:
         assert set(enters) == {torch.float16} or targets(graph).count(TO_FP16) == 2
 
 
+def gradient_then_map(x: torch.Tensor) -> torch.Tensor:
+    y = torch.func.grad(lambda v: (v @ v).sum())(x)
+    return torch.func.vmap(lambda v: v @ x)(y)
+
+
+def forward_mode(x: torch.Tensor) -> torch.Tensor:
+    return torch.func.jvp(lambda v: v @ v, (x,), (x,))[1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("function", [gradient_then_map, forward_mode])
+def test_a_transform_in_another_state_is_entered_once(function: Any) -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return function(x)
+
+    x = torch.randn(8, 8)
+    graph = capture(region, x)
+    policies = {"module": {"**": {"dtype": torch.float16}}}
+    (result,) = lower_autocast(graph, policies=policies)(x)
+    with torch.autocast(**FP16):
+        assert_same_bits(result, function(x))
+
+
 def test_a_call_in_a_body_that_is_not_looked_into() -> None:
     """It would follow autocast, and nobody would know."""
     model = nn.Sequential(nn.Linear(8, 8))
