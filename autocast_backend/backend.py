@@ -13,7 +13,7 @@ from torch import fx
 from . import _logging
 from ._torch.aot import marks_heeded, outputs_in_their_places, training_graphs
 from ._torch.autocast import wrap_with_autocast
-from ._torch.checkpoints import marked_in_checkpoints
+from ._torch.checkpoints import checkpoints_as_in_eager, marked_in_checkpoints
 from ._torch.configs import backward_traced_off, kernels_of_attention, own_cache_entries
 from ._torch.dynamo import (
     composites_in_bodies_taken_apart,
@@ -276,4 +276,5 @@ def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[...,
     for listener in listeners:
         listener(graph_module, context)
     written = write_out(graph_module).module
+    checkpoints_as_in_eager(written)
     return putting_right_after_errors(written.forward, context.ambient)

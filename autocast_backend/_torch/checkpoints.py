@@ -1,4 +1,4 @@
-"""Checkpoints around compiled code.
+"""Checkpoints around compiled code, and in graphs that run as in eager mode.
 
 A checkpoint that is not reentrant pairs the tensors that its two runs save by their order, and
 compares no more than their number, shapes, dtypes and devices. A compiled graph saves others than
@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 
 class _CompiledCall:
@@ -51,3 +53,21 @@ def marked_in_checkpoints(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return run
+
+
+def checkpoints_as_in_eager(graph_module: fx.GraphModule) -> None:
+    """Have a graph that runs as in eager mode call checkpoints as the code does. PyTorch runs those
+    of Dynamo's graphs as selective ones, which raise in the backward where autocast's cache had the
+    cast of a weight in one of the two runs alone (2.13)."""
+    op = torch.ops.higher_order.tag_activation_checkpoint
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=op):
+                node.target = _checkpoint
+            module.recompile()
+
+
+def _checkpoint(body: fx.GraphModule, *operands: Any, **options: Any) -> Any:
+    context_fn = body.meta.get("_checkpoint_context_fn")
+    options |= {} if context_fn is None else {"context_fn": context_fn}
+    return checkpoint(body, *operands, **options)

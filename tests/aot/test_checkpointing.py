@@ -203,6 +203,24 @@ def test_a_checkpoint_of_what_is_the_weight_itself() -> None:
     assert_same_bits(step(torch.compile(function, **AOT_EAGER)), step(function))
 
 
+def test_a_checkpoint_in_a_graph_that_runs_as_in_eager_mode() -> None:
+    """Compared with eager itself: Dynamo's graph of this checkpoint raises in its backward."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.gru_cell(w, w, w.repeat(3, 1), w.repeat(3, 1))
+        return y + checkpoint(lambda a, b: (a @ b).sin() @ b, x, w, use_reentrant=False) + x @ w
+
+    def step(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        x, w = leaves()
+        with torch.autocast(**BF16):
+            y = run(x, w)
+        return [y, *torch.autograd.grad(loss_of(y), (x, w))]
+
+    torch._dynamo.utils.counters.clear()
+    assert_same_bits(step(torch.compile(function, **AOT_EAGER)), step(function))
+    assert torch._dynamo.utils.counters["smart_autocast"]["left_eager"] == 1
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "eager"])
 def test_brackets_that_raise_inside_selective_checkpoints(inner: str) -> None:
     """What is compiled after the error knows what autocast does inside of kernels."""
