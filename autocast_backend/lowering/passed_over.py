@@ -88,8 +88,8 @@ class PassedOver:
 def _casts_back(c: Candidate, override: Override) -> bool:
     """Whether a call is a cast to the lower precision of the region, in a module that is asked for
     in another dtype."""
-    if op_name(c.node) not in ("to", "type", "bfloat16", "half"):
-        return False
+    if op_name(c.node) not in ("to", "type", "bfloat16", "half") or not c.node.all_input_nodes:
+        return False  # the latter: a user's function may have such a name
     given, result = (n.meta.get("example_value") for n in (c.node.all_input_nodes[0], c.node))
     if not isinstance(given, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False

@@ -912,6 +912,18 @@ def test_a_users_function_is_not_the_op_whose_name_it_has() -> None:
     assert (result.dtype, named) == (torch.bfloat16, 0)
 
 
+@torch._dynamo.allow_in_graph
+def half() -> torch.Tensor:
+    return torch.full((), 0.5)
+
+
+def test_a_users_function_without_arguments_that_has_the_name_of_a_cast() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    compiled = compile_model(lambda x: model(x) * half(), {"module": {"**": "fp32"}})
+    with torch.autocast(**BF16):
+        assert compiled(torch.ones(2, 4)).dtype is torch.float32
+
+
 @pytest.mark.parametrize(
     ("module", "op", "written"),
     [
