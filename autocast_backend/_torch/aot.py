@@ -414,7 +414,7 @@ def trace_joint_graph(
     from torch._guards import TracingContext, tracing
 
     original = vars(common)["aot_module_simplified"]
-    users_pass = config.joint_custom_pass
+    passes = joint_passes(joint_pass)
     found: list[JointGraph] = []
     outermost = False
 
@@ -437,10 +437,7 @@ def trace_joint_graph(
     def joint_custom_pass(graph: fx.GraphModule, joint_inputs: Any) -> fx.GraphModule:
         nonlocal outermost
         outermost = True
-        tag_backward(graph)
-        graph = users_pass(graph, joint_inputs) if callable(users_pass) else graph
-        joint_pass(graph)
-        return graph
+        return passes(graph, joint_inputs)
 
     counted = counters()["aot_autograd"].copy()
     with contextlib.ExitStack() as stack:
@@ -468,7 +465,24 @@ def trace_joint_graph(
     return found[0]
 
 
-def tag_backward(joint: fx.GraphModule) -> None:
+def joint_passes(*ours: Callable[[fx.GraphModule], None]) -> Callable[..., fx.GraphModule]:
+    """What `torch._functorch.config.joint_custom_pass` is to be: the user's pass of this moment,
+    once all of the backward is tagged, and then ours."""
+    from torch._functorch import config
+
+    users = config.joint_custom_pass
+
+    def joint_custom_pass(graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        _tag_backward(graph)
+        graph = users(graph, inputs) if callable(users) else graph
+        for joint_pass in ours:
+            joint_pass(graph)
+        return graph
+
+    return joint_custom_pass
+
+
+def _tag_backward(joint: fx.GraphModule) -> None:
     """Tag the nodes of a joint graph, just traced, that came from the backward of an
     `autograd.Function`: they have the metadata of Dynamo's graph of it, where AOTAutograd's tag is
     missing. Nodes that were written since (`tensorify_python_scalars`, for numbers that change from

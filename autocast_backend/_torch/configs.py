@@ -13,7 +13,7 @@ from typing import Any, get_origin
 import torch
 from torch import fx
 
-from .aot import tag_backward
+from .aot import joint_passes
 from .code_of_users import inductor_told_of_custom_ops, is_traced_anew
 from .memory import shared_memory
 
@@ -28,7 +28,7 @@ def backward_pass_autocast_config() -> Any:
 
 
 def backward_traced_off(
-    *joint_passes: Callable[[fx.GraphModule], None],
+    *ours: Callable[[fx.GraphModule], None],
 ) -> contextlib.AbstractContextManager[Any]:
     """AOTAutograd traces the backward under what is on, which is nothing, and its cache key has the
     default in it, whatever the user has set. The passes see the joint graph, after the user's own
@@ -36,19 +36,10 @@ def backward_traced_off(
     there is no entry for a graph that a user's pass changes."""
     from torch._functorch import config
 
-    users = config.joint_custom_pass
-
-    def joint_custom_pass(graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-        tag_backward(graph)
-        graph = users(graph, inputs) if callable(users) else graph
-        for joint_pass in joint_passes:
-            joint_pass(graph)
-        return graph
-
     return config.patch(
         backward_pass_autocast="same_as_forward",
-        joint_custom_pass=joint_custom_pass,
-        enable_autograd_cache=config.enable_autograd_cache and users is None,
+        joint_custom_pass=joint_passes(*ours),
+        enable_autograd_cache=config.enable_autograd_cache and config.joint_custom_pass is None,
     )
 
 
