@@ -75,9 +75,9 @@ class Contents:
 
     def clear(self) -> None:
         """Forget all of it."""
-        self.casts.clear()
-        self.nodes.clear()
-        self.seen.clear()
+        everything = (self.one_by_one, self._at_once, self._keys_at_once, self.nodes, self.seen)
+        for kept in everything:
+            kept.clear()
 
 
 class Scope:

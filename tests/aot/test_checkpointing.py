@@ -119,6 +119,16 @@ def test_checkpoints_inside(name: str, way: str) -> None:
     assert_like_the_oracle(CASES[name], way)
 
 
+def assert_step_as_in_eager_mode(function: Callable[..., torch.Tensor]) -> None:
+    def step(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        x, w = leaves()
+        with torch.autocast(**BF16):
+            y = run(x, w)
+        return [y, *torch.autograd.grad(loss_of(y), (x, w))]
+
+    assert_same_bits(step(torch.compile(function, **AOT_EAGER)), step(function))
+
+
 @pytest.mark.parametrize("option", [False, True], ids=["context", "option"])
 def test_selective_checkpoints_without_gradients_are_none(option: bool) -> None:
     """Compared with eager itself, which enters their dispatch modes where autograd records."""
@@ -149,13 +159,7 @@ def test_a_checkpoint_between_others_does_not_read_their_weight() -> None:
 
         return checkpoint(first, x @ w, use_reentrant=False).sin()
 
-    def step(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        x, w = leaves()
-        with torch.autocast(**BF16):
-            y = run(x, w)
-        return [y, *torch.autograd.grad(loss_of(y), (x, w))]
-
-    assert_same_bits(step(torch.compile(function, **AOT_EAGER)), step(function))
+    assert_step_as_in_eager_mode(function)
 
 
 def test_brackets_inside_selective_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,13 +198,7 @@ def test_a_checkpoint_of_what_is_the_weight_itself() -> None:
         y = checkpoint(lambda a, b: (a @ b).sin(), w.float(), w, use_reentrant=False)
         return (x @ w) @ y
 
-    def step(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        x, w = leaves()
-        with torch.autocast(**BF16):
-            y = run(x, w)
-        return [y, *torch.autograd.grad(loss_of(y), (x, w))]
-
-    assert_same_bits(step(torch.compile(function, **AOT_EAGER)), step(function))
+    assert_step_as_in_eager_mode(function)
 
 
 def test_a_checkpoint_in_a_graph_that_runs_as_in_eager_mode() -> None:
