@@ -7,7 +7,7 @@ them at the places where they were then. Dynamo asks for none of that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._C._dynamo.guards import compute_overlapping_tensors
 
-from .dynamo import guard_inputs, is_reached, is_static_input
+from .dynamo import guard_inputs, is_reached
 from .fake_tensors import fake_mode_of, observing
 from .patches import replaced
 from .tensors import has_storage, is_alone
@@ -36,84 +36,97 @@ def shared_memory(values: Iterable[Any]) -> list[str]:
 
 def guard_overlaps(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Have Dynamo compile a graph anew where its inputs overlap in another way than now, if it may
-    write to one. Parameters, and what modules hold, are taken to stay as they are to each other.
+    write to one.
 
     Args:
         graph_module: Dynamo's graph.
         inputs: its inputs.
     """
     written = written_inputs(graph_module, inputs)
-    tensors: dict[fx.Node, torch.Tensor] = {}
-    for node in graph_module.graph.find_nodes(op="placeholder"):
+    nodes: list[fx.Node] = []
+    fakes: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
         fake = node.meta.get("example_value")
         if isinstance(fake, torch.Tensor) and has_storage(fake) and is_reached(node):
-            tensors[node] = fake
-    passed = {node for node in tensors if not is_static_input(node)}
-    if written.keys().isdisjoint(passed):  # those that are not written do not count for each other
-        tensors = {n: t for n, t in tensors.items() if n in written or n in passed}
-    nodes = [*tensors]
-    numbers = [i for i, node in enumerate(nodes) if node in passed]
+            nodes.append(node)
+            fakes.append(fake)
+            values.append(value)
     writes = [i for i, node in enumerate(nodes) if node in written]
-    if numbers and writes:
-        same = _Overlaps([*tensors.values()], writes, numbers)
-        guard_inputs(nodes, numbers, same, "same_overlaps")
+    if writes and len(nodes) > 1:
+        guard_inputs(nodes, writes, _Overlaps(fakes, values, writes), "same_overlaps")
 
 
 class _Overlaps:
     """Whether the tensors of a call overlap as others did.
 
     Args:
-        fakes: those others.
+        fakes: the fake tensors of those others, some of whose sizes may be symbols.
+        values: those others. Fake tensors may have less memory than these.
         written: the numbers of those that are written to.
-        passed: the numbers of those that may come from anywhere.
     """
 
     def __init__(
-        self, fakes: Sequence[torch.Tensor], written: Iterable[int], passed: Collection[int]
+        self,
+        fakes: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        written: Iterable[int],
     ) -> None:
         self._written = frozenset(written)
-        with observing(fake_mode_of(fakes)), torch._C.DisableTorchFunctionSubclass():
-            self._known = self._of(fakes, symbolic=True)
-        overlapping = {i for group in self._known for i in group}
-        self._alone_as_then = overlapping.isdisjoint(passed)
+        with torch._C.DisableTorchFunctionSubclass():
+            with observing(fake_mode_of(fakes)):
+                groups = self._groups(fakes, symbolic=True)
+            self._known = {
+                group: [
+                    None if isinstance(traced, torch.SymInt) else number
+                    for traced, number in zip(
+                        _places(fakes, group), _places(values, group), strict=True
+                    )
+                ]
+                for group in groups
+            }
 
     def __call__(
-        self, passed: Sequence[torch.Tensor], everything: Callable[[], Sequence[torch.Tensor]]
+        self, written: Sequence[torch.Tensor], everything: Callable[[], Sequence[torch.Tensor]]
     ) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            if self._alone_as_then and all(map(is_alone, passed)):
-                return True
-            now = self._of(everything())
-        return now.keys() == self._known.keys() and all(
-            isinstance(then, torch.SymInt) or then == number
-            for group, places in self._known.items()
-            for then, number in zip_longest(places, now[group])
-        )
+            if all(map(is_alone, written)):
+                return not self._known
+            tensors = everything()
+            return self._groups(tensors) == [*self._known] and all(
+                then in (None, now)
+                for group, known in self._known.items()
+                for then, now in zip_longest(known, _places(tensors, group))
+            )
 
-    def _of(
+    def _groups(
         self, tensors: Sequence[torch.Tensor], *, symbolic: bool = False
-    ) -> dict[tuple[int, ...], list[int]]:
-        """The groups of tensors of which AOTAutograd makes one input, and where they are in it. It
-        guards on no more than a group with symbols for sizes."""
+    ) -> list[tuple[int, ...]]:
+        """The groups of tensors of which AOTAutograd makes one input. It guards on no more than a
+        group with symbols for sizes."""
         storages = [t.untyped_storage()._cdata for t in tensors]
         if len(set(storages)) == len(storages):
-            return {}
+            return []
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for i, storage in enumerate(storages):
             groups[storage].append(i)
-        found = {}
-        for group in groups.values():
-            sharing = [tensors[i] for i in group]
-            if (
-                len(group) > 1
-                and not self._written.isdisjoint(group)
-                and len(compute_overlapping_tensors(sharing, symbolic)) > 1
-            ):
-                found[tuple(group)] = [n for t in sharing for n in _place(t)]
-        return found
+        return [
+            tuple(group)
+            for group in groups.values()
+            if len(group) > 1
+            and not self._written.isdisjoint(group)
+            and len(compute_overlapping_tensors([tensors[i] for i in group], symbolic)) > 1
+        ]
+
+
+def _places(tensors: Sequence[torch.Tensor], group: Iterable[int]) -> list[int]:
+    """Where the tensors of a group are in the input that AOTAutograd makes of them."""
+    return [number for i in group for number in _place(tensors[i])]
 
 
 def _place(tensor: torch.Tensor) -> list[int]:
+    """Where a tensor is in what it is a view of, and what that is."""
     base = tensor if tensor._base is None else tensor._base
     offsets = (tensor.storage_offset(), base.storage_offset(), base.untyped_storage().nbytes())
     return [*offsets, *base.shape, *base.stride()]

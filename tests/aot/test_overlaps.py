@@ -3,7 +3,8 @@ do otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +36,18 @@ def write_and_multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return y @ y
 
 
-def values(compiled: Callable[..., torch.Tensor], names: list[str]) -> list[torch.Tensor]:
+def values(
+    compiled: Callable[..., torch.Tensor],
+    names: list[str],
+    pass_on: Callable[..., Sequence[torch.Tensor]] = lambda x, y: (x, y),
+) -> list[torch.Tensor]:
     """What each call returns, and all that it may write to."""
     found = []
     for name in names:
         memory = torch.arange(64.0).sin()
         inputs = INPUTS[name](memory)
         with torch.autocast(**BF16):
-            found += [compiled(*inputs), memory, *inputs]
+            found += [compiled(*pass_on(*inputs)), memory, *inputs]
     return found
 
 
@@ -50,7 +55,7 @@ def values(compiled: Callable[..., torch.Tensor], names: list[str]) -> list[torc
 @pytest.mark.parametrize("then", INPUTS)
 @pytest.mark.parametrize("first", ["apart", "of_their_own", "overlapping"])
 def test_inputs_that_overlap_in_another_way(first: str, then: str, dynamic: bool) -> None:
-    def both(**compile_arguments: object) -> list[torch.Tensor]:
+    def both(**compile_arguments: Any) -> list[torch.Tensor]:
         torch._dynamo.reset()
         compiled = torch.compile(write_and_multiply, dynamic=dynamic, **compile_arguments)
         return values(compiled, [first, then, first])
@@ -80,7 +85,7 @@ class Counts(nn.Module):
 def test_an_input_of_the_memory_that_a_module_writes_to(
     take: Callable[[torch.Tensor], torch.Tensor], written: str, dynamic: bool
 ) -> None:
-    def calls(**compile_arguments: object) -> list[torch.Tensor]:
+    def calls(**compile_arguments: Any) -> list[torch.Tensor]:
         torch._dynamo.reset()
         model = Counts(written)
         compiled = torch.compile(model, dynamic=dynamic, **compile_arguments)
@@ -90,6 +95,80 @@ def test_an_input_of_the_memory_that_a_module_writes_to(
                 with torch.autocast(**BF16):
                     found += [compiled(take(of)), getattr(model, written).clone()]
         return found
+
+    assert_same_bits(calls(**AOT_EAGER), calls(**ORACLE))
+
+
+class Attributes(nn.Module):
+    """Holds its inputs, as some hold a part of a cache."""
+
+    def forward(self) -> torch.Tensor:
+        return write_and_multiply(self.x, self.y)
+
+
+class Buffers(Attributes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("x", None)
+        self.register_buffer("y", None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("then", INPUTS)
+@pytest.mark.parametrize("kind", [Attributes, Buffers])
+def test_tensors_that_a_module_is_given(kind: type[nn.Module], then: str, dynamic: bool) -> None:
+    def calls(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        module = kind()
+        compiled = torch.compile(module, dynamic=dynamic, **compile_arguments)
+
+        def hold(x: torch.Tensor, y: torch.Tensor) -> tuple[()]:
+            module.x, module.y = x, y
+            return ()
+
+        return values(compiled, ["apart", then, "apart"], hold)
+
+    assert_same_bits(calls(**AOT_EAGER), calls(**ORACLE))
+
+
+def test_buffers_of_a_module_as_inputs_of_another_function() -> None:
+    """Dynamo marks what it has met as a module's."""
+
+    def calls(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        module = Buffers()
+        module.x, module.y = torch.eye(4), torch.ones(4, 4)
+        torch.compile(module, **compile_arguments)()
+        compiled = torch.compile(lambda x, y: write_and_multiply(x, y), **compile_arguments)
+        with torch.autocast(**BF16):
+            pairs = [(module.x, module.y), (module.x, module.x.t())]
+            return [t for x, y in pairs for t in (compiled(x, y), x.clone())]
+
+    assert_same_bits(calls(**AOT_EAGER), calls(**ORACLE))
+
+
+@pytest.mark.parametrize("then", ["overlapping", "overlapping_elsewhere"])
+@pytest.mark.parametrize("way", ["set", "data", "inference"])
+def test_tensors_that_are_no_views_of_their_memory(way: str, then: str) -> None:
+    """Their fake tensors have less memory than they."""
+
+    def given_memory(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        new = [torch.zeros(4, 4) for _ in inputs]
+        for tensor, value in zip(new, inputs, strict=True):
+            if way == "set":
+                tensor.set_(value)
+            else:
+                tensor.data = value
+        return new
+
+    def calls(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(write_and_multiply, dynamic=False, **compile_arguments)
+        names = ["apart", then, "apart"]
+        if way != "inference":
+            return values(compiled, names, given_memory)
+        with torch.inference_mode():
+            return values(compiled, names)
 
     assert_same_bits(calls(**AOT_EAGER), calls(**ORACLE))
 
