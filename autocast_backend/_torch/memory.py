@@ -24,13 +24,13 @@ from .writes import written_inputs
 
 
 def shared_memory(values: Iterable[Any]) -> list[str]:
-    """Which of some values, by number, are tensors of one memory, and where in it each begins."""
+    """Which of some values, by number, are tensors of one memory, and where in it each is."""
     places: defaultdict[int, list[str]] = defaultdict(list)
     with torch._C.DisableTorchFunctionSubclass():
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and has_storage(value):
                 storage = value.untyped_storage()._cdata
-                places[storage].append(f"{i} at {value.storage_offset()}")
+                places[storage].append(f"{i} at {_place(value)}")
     return [", ".join(shared) for shared in places.values() if len(shared) > 1]
 
 
