@@ -37,7 +37,14 @@ from .backward.joint import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
-from .graphs import check_graph_module, copy_graph, is_recorded, names_of, nodes_of
+from .graphs import (
+    check_graph_module,
+    copy_graph,
+    is_recorded,
+    names_of,
+    nodes_of,
+    views_without_gradients,
+)
 from .lowering.bodies import inference_modes_as_no_grad
 from .lowering.context import Context
 from .lowering.lower import lower
@@ -48,7 +55,13 @@ from .policies.modules import bind
 from .regions import call_name, dtypes_taken_over, hops_to_regions, source_line, state_changes
 from .reports.breaks import warn_of_breaks
 from .reports.telling import tell
-from .running import changing_state, for_dtypes, putting_right_after_errors, with_autocast_off
+from .running import (
+    changing_state,
+    for_dtypes,
+    putting_right_after_errors,
+    with_autocast_off,
+    with_views_without_gradients,
+)
 from .state import AutocastState, outside_of_contexts, put_right_after_errors
 from .weights.plan import WeightPlan
 
@@ -135,6 +148,7 @@ def _compile(
         if any(n.target is wrap_with_autocast for n in nodes_of(graph_module)):
             graph_module, _ = hops_to_regions(graph_module)
         changes = state_changes(graph_module.graph)
+        unrecorded = views_without_gradients(graph_module)
         dtypes = dtypes_taken_over(graph_module, now, parsed.autocast)
         separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
         if parsed.autocast or parsed.policies:
@@ -195,6 +209,8 @@ def _compile(
             compiled = putting_right_after_errors(compiled, now)
         if now.enabled_devices:
             compiled = with_autocast_off(compiled)
+        if unrecorded:
+            compiled = with_views_without_gradients(compiled, unrecorded)
         if dtypes:
             compiled = for_dtypes(compiled, dtypes)
         if changes is not None:

@@ -56,6 +56,27 @@ def changing_state(compiled: Callable[..., Any], changes: Callable[[], None]) ->
     return run
 
 
+def with_views_without_gradients(
+    compiled: Callable[..., Any], numbers: Sequence[int]
+) -> Callable[..., Any]:
+    """Return views that were made with autograd off as such ones: AOTAutograd makes them anew of
+    what it returns, with autograd on, and a loss that reads both has another gradient.
+
+    Args:
+        numbers: which outputs these are.
+    """
+
+    def run(*args: Any) -> Any:
+        results = list(compiled(*args))
+        with torch.no_grad():
+            for i in numbers:
+                if results[i].grad_fn is not None:
+                    results[i] = torch.ops.aten.alias.default(results[i])
+        return results
+
+    return run
+
+
 def putting_right_after_errors(
     compiled: Callable[..., Any], now: AutocastState
 ) -> Callable[..., Any]:

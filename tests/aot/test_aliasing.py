@@ -60,6 +60,20 @@ def returns_a_detached_alias(x: torch.Tensor, w: torch.Tensor) -> Several:
     return y, y.detach(), y.view(2, 8).detach()
 
 
+def returns_views_made_without_autograd(x: torch.Tensor, w: torch.Tensor) -> Several:
+    """They claim to require grad, and no gradient goes through them."""
+    y = mixed(x, w)
+    with torch.no_grad():
+        turned, first, flat = y.t(), y[:2], y.view(-1)
+    return y, turned, first, flat, y.view(2, 8), turned.sin()
+
+
+def returns_a_view_of_an_input_made_without_autograd(x: torch.Tensor, w: torch.Tensor) -> Several:
+    with torch.no_grad():
+        turned = w.t()
+    return mixed(x, w), turned
+
+
 def returns_an_intermediate_twice(x: torch.Tensor, w: torch.Tensor) -> Several:
     y = mixed(x, w)
     return y, y
@@ -93,6 +107,8 @@ CASES = {
         Case(returns_an_intermediate_and_its_views),
         Case(returns_views_of_one_base),
         Case(returns_a_detached_alias),
+        Case(returns_views_made_without_autograd),
+        Case(returns_a_view_of_an_input_made_without_autograd),
         Case(returns_an_intermediate_twice),
         Case(returns_a_cast),
         Case(returns_an_expanded_product),
