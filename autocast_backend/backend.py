@@ -188,7 +188,7 @@ def _compile(
                 region = _region(module, inputs, inner, parsed, context.ambient)
                 stack.enter_context(training_graphs(region.follow_autocast))
                 note = stack.enter_context(traces_noted())
-                stack.enter_context(backward_traced_off(note, region.keep_in_backward))
+                stack.enter_context(backward_traced_off(region.keep_in_backward, note))
                 stack.enter_context(marks_heeded(save_random_numbers))
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))

@@ -252,6 +252,13 @@ def is_size(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes is known to hold for all of them; to ask adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
 def is_a_number_now(symbol: str, beside: torch.SymInt) -> bool:
     """Whether a dynamic size of the graph that `beside` is of has been made a number of since."""
     replaced = beside.node.shape_env.replacements

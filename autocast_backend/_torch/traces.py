@@ -105,8 +105,6 @@ def _digest(module: fx.GraphModule, dynamic: bool) -> str:
         value = node.meta.get("val")
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         call: Any = node.target if node.op in ("call_function", "call_method") else ""
-        if call is torch.ops.prims.clone.default:  # in the place of the other (`joint.py`)
-            call = torch.ops.aten.clone.default
         if node.op == "get_attr":
             body = operator.attrgetter(str(node.target))(module)
             call = _digest(body, dynamic) if isinstance(body, fx.GraphModule) else ""

@@ -31,7 +31,7 @@ from .._torch.aot import (
     run_and_save_rng_state,
     written_in_forward,
 )
-from .._torch.fake_tensors import is_a_number_now, number_now, size_expression
+from .._torch.fake_tensors import is_a_number_now, is_known, number_now, size_expression
 from .._torch.hooks import unpacking_of
 from .._torch.traces import Trace, trace_of
 from .ambient import BackwardError
@@ -355,18 +355,50 @@ def save_what_is_overwritten(joint: fx.GraphModule) -> None:
     What a checkpoint computes again reads the written input in eager mode, too.
     """
     for written in written_in_forward(joint.graph):
-        pending = list(written.users)
+        pending = [(written, user) for user in written.users]
+        read_by: dict[fx.Node, list[fx.Node]] = {}
         while pending:
-            node = pending.pop()
+            read, node = pending.pop()
             if node.op == "output" or _in_backward(node) or is_recomputed(node):
                 continue
             if _is_view(node):
-                pending += node.users
-                continue
-            must_save(node)
-            if node.target is torch.ops.aten.clone.default:
-                # Inductor takes the copy away, and has the backward read what was written.
-                node.target = torch.ops.prims.clone.default
+                pending += [(node, user) for user in node.users]
+            else:
+                read_by.setdefault(node, []).append(read)
+        for node, reads in read_by.items():
+            must_save(_copied(node) if _may_be_taken_away(node, reads) else node)
+
+
+def _may_be_taken_away(node: fx.Node, reads: Sequence[fx.Node]) -> bool:
+    """Whether Inductor might see that a call returns what it reads (`x.clone()`, `x ** 1`,
+    `torch.cat(x.split(2))`, or a cast there and back), and have the backward read that."""
+    made = node.meta.get("val")
+    return (
+        isinstance(made, torch.Tensor)
+        and is_known(made.numel() == sum(read.meta["val"].numel() for read in reads))
+        and _reaches_backward(node)
+    )
+
+
+def _reaches_backward(node: fx.Node) -> bool:
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            if _in_backward(user):
+                return True
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """A copy of what a call returns, read in its place; Inductor takes away ATen's op for it."""
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(torch.ops.prims.clone.default, (node,))
+    node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def save_random_numbers(joint: fx.Graph) -> None:

@@ -287,6 +287,29 @@ def test_a_queue_that_is_copied_and_then_written_through_inductor() -> None:
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_reads_that_inductor_takes_away() -> None:
+    """What they return is what they read, which is written to: gradients were those of the new
+    numbers, as with stock."""
+
+    def step(x: torch.Tensor, w: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        reads = buffer.double().float(), buffer**1, buffer.repeat(1, 1), buffer + torch.zeros(4)
+        products = [y * read for read in (*reads, buffer.bfloat16().half())]
+        with torch.no_grad():
+            buffer.mul_(-1)
+        return torch.cat(products)
+
+    def gradients(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        x, w = leaves()
+        y = function(x, w, w.detach() + 2)
+        return torch.autograd.grad(y.sum(), [x, w])
+
+    torch._dynamo.reset()
+    compiled = gradients(torch.compile(step, backend="smart_autocast"))
+    for actual, expected in zip(compiled, gradients(step), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 class Counts(nn.Module):
     """Dynamo's graph returns the counter, in order to set the attribute."""
 
