@@ -406,7 +406,8 @@ def trace_joint_graph(
         graph_module: taken over by the compiler: give it a copy.
         inputs: fake inputs.
         backward_autocast: what the backward is traced under; empty for "off".
-        joint_pass: sees the joint graph, after the user's own pass.
+        joint_pass: sees the joint graph, after the user's own pass, and none of those that Inductor
+            then traces to put them in the place of a pattern.
     """
     from torch._dynamo.backends import common
     from torch._functorch import config
@@ -414,9 +415,9 @@ def trace_joint_graph(
     from torch._guards import TracingContext, tracing
 
     original = vars(common)["aot_module_simplified"]
-    passes = joint_passes(joint_pass)
+    passes, without_ours = joint_passes(joint_pass), joint_passes()
     found: list[JointGraph] = []
-    outermost = False
+    outermost = partitioned = False
 
     def aot_module_simplified(*args: Any, **kwargs: Any) -> Any:
         partition = kwargs.get("partition_fn", default_partition)
@@ -427,8 +428,10 @@ def trace_joint_graph(
             raise _Captured
 
         def partition_fn(graph: fx.GraphModule, joint_inputs: Any, **arguments: Any) -> Any:
+            nonlocal partitioned
             if not outermost:  # the body of a higher-order op
                 return partition(graph, joint_inputs, **arguments)
+            partitioned = True
             with _before_partitioning(partition, capture) as prepare:
                 return prepare(graph, joint_inputs, **arguments)
 
@@ -437,7 +440,7 @@ def trace_joint_graph(
     def joint_custom_pass(graph: fx.GraphModule, joint_inputs: Any) -> fx.GraphModule:
         nonlocal outermost
         outermost = True
-        return passes(graph, joint_inputs)
+        return (without_ours if partitioned else passes)(graph, joint_inputs)
 
     counted = counters()["aot_autograd"].copy()
     with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ from torch._C._dynamo.guards import compute_overlapping_tensors
 from .dynamo import guard_inputs, is_reached
 from .fake_tensors import fake_mode_of, observing
 from .patches import replaced
-from .tensors import has_storage, is_alone
+from .tensors import are_alone, has_storage
 from .writes import written_inputs
 
 
@@ -91,7 +91,7 @@ class _Overlaps:
         self, written: Sequence[torch.Tensor], everything: Callable[[], Sequence[torch.Tensor]]
     ) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            if all(map(is_alone, written)):
+            if are_alone(written):
                 return not self._known
             tensors = everything()
             return self._groups(tensors) == [*self._known] and all(

@@ -26,9 +26,10 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return torch._C._has_storage(tensor)
 
 
-def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor is on the storage of one."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _alone()[2]
+def are_alone(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether each of some tensors is the only one on its storage."""
+    uses, alone = torch._C._storage_Use_Count, _alone()[2]
+    return all(uses(t.untyped_storage()._cdata) == alone for t in tensors)
 
 
 def has_other_holders(owner: Any, name: str, recorded: Mapping[int, list[Place]]) -> bool:

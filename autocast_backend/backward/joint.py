@@ -44,7 +44,8 @@ class Numbering:
     compute the same from the same inputs. Names do not tell: what a partitioner saves may come from
     the backward half of the graph, where another state shifts the names.
 
-    Random numbers are the same if they are drawn by the same call, counting those alike.
+    Random numbers are the same if they are drawn by the same call, counting those alike. And so are
+    values that were the same before Inductor's passes (`mark_values`).
     """
 
     def __init__(self) -> None:
@@ -92,8 +93,14 @@ class Numbering:
                     continue
                 identity = drawn[target, told]
                 drawn[target, told] += 1
-            key = (node.op, target, identity, told)
-            number = self._numbers.setdefault(key, len(self._numbers))
+            keys: list[tuple[Any, ...]] = [(node.op, target, identity, told)]
+            mark = node.meta.get(_VALUE)
+            if mark and mark[0] == node.name and drawing is None:
+                keys.append(mark[1:])
+            seen = (self._numbers[key] for key in keys if key in self._numbers)
+            number = next(seen, len(self._numbers))
+            for key in keys:
+                self._numbers.setdefault(key, number)
             numbers[node] = same.get(number, number) if same else number
             if drawing is not None:
                 self._calls[number] = (target, told)
@@ -101,6 +108,25 @@ class Numbering:
                 first = self._numbers[node.op, target, 0, told]
                 self.repeated |= {first, numbers[node]}
         return numbers
+
+
+_VALUE = "smart_autocast_value"
+
+
+def mark_values(joint: fx.GraphModule, numbering: Numbering) -> None:
+    """Mark what the forward computes by its numbers before Inductor's passes. Those may make one op
+    of several calls in the trace for one state and not in that for another: of attention that is
+    written out, if its backward is in the same dtype. What is computed from its result would have
+    another number then, though it is the same value.
+
+    Args:
+        joint: the graph as it was traced.
+        numbering: that of all traces of one region.
+    """
+    for node, number in numbering.of(joint).items():
+        if not _in_backward(node):
+            # Passes give a node's meta to what they put in its place, and to others.
+            node.meta[_VALUE] = (node.name, "marked", number)
 
 
 def _random_call(node: fx.Node) -> tuple[Any, Any] | None:

@@ -57,8 +57,10 @@ from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .hooks import unpacks_differently
 from .joint import (
+    Numbering,
     extract_backward,
     keep_in_backward,
+    mark_values,
     save_what_is_overwritten,
     saved_nodes,
 )
@@ -110,6 +112,7 @@ class Region:
     grad: bool = field(default_factory=torch.is_grad_enabled)
     training_graphs: int = 0
     can_change: bool = False
+    _values: Numbering = field(default_factory=Numbering)
 
     @functools.cached_property
     def device_types(self) -> tuple[str, ...]:
@@ -125,6 +128,11 @@ class Region:
         """A pass over the joint graph before it is partitioned."""
         self.can_change |= keep_in_backward(joint, self.device_types)
         save_what_is_overwritten(joint)
+
+    def _prepare(self, joint: fx.GraphModule) -> None:
+        """A pass over each joint graph that is traced again."""
+        save_what_is_overwritten(joint)
+        mark_values(joint, self._values)
 
     def follow_autocast(self, training: TrainingGraph) -> None:
         """Let the backward of `training` follow the autocast state it runs under."""
@@ -163,7 +171,7 @@ class Region:
                 graph_module,
                 self.inputs,
                 regions(key),
-                save_what_is_overwritten,
+                self._prepare,
             )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import nop
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -351,6 +352,44 @@ def test_attention_that_inductor_recognises(forward: str) -> None:
     compiled = torch.compile(function, **ours("inductor", inductor=precise))
     for backward in ("bf16", "fp16"):
         assert_same_bits(gradients(compiled, backward), gradients(function, backward))
+
+
+@pytest.mark.slow
+def test_two_layers_of_attention_that_inductor_recognises() -> None:
+    """What follows the first is computed from one op's result in the trace without autocast, and
+    from that of several in the other. Taken for another value, it was computed anew, from a bias
+    that the forward has not saved."""
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.decomposition import select_decomp_table
+
+    def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        parts = F.linear(x, w, b).chunk(3, dim=-1)
+        q, k, v = (part.view(2, 4, 2, 4).transpose(1, 2) for part in parts)
+        y = (q @ k.transpose(-2, -1)).div(2.0).softmax(-1) @ v
+        return y.transpose(1, 2).reshape(2, 4, 8)
+
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return layer(layer(x, w, b), w, b)
+
+    def gradients(function: Any) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (2, 4, 8), (24, 8), (24,)
+        inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+        y = function(*inputs)
+        with torch.autocast(**BF16):
+            y.square().sum().backward()
+        return [x.grad for x in inputs]
+
+    torch._dynamo.reset()
+    forget_variants()
+    passes_of_inductor = aot_autograd(
+        fw_compiler=nop, partition_fn=partition_fn, decompositions=select_decomp_table
+    )
+    actual = gradients(torch.compile(function, **ours(passes_of_inductor)))
+    assert torch._dynamo.utils.counters["inductor"]["fuse_attention"]
+    assert variants() == 1
+    for a, b in zip(actual, gradients(function), strict=True):
+        assert (a - b).abs().max() < 0.01 * b.abs().max()
 
 
 def test_an_interrupted_first_backward(monkeypatch: pytest.MonkeyPatch) -> None:
