@@ -22,6 +22,7 @@ from .dynamo import compile_session, counters, timed
 from .fake_tensors import fake_mode_of, numbers_as_first_traced
 from .higher_order import gradients_as_eager
 from .hooks import unpacking_noted
+from .memory import overlaps_by_symbols
 from .patches import replaced
 
 
@@ -447,6 +448,7 @@ def trace_joint_graph(
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(metadata_kept())
         stack.enter_context(outputs_in_their_places())
+        stack.enter_context(overlaps_by_symbols())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
         stack.enter_context(numbers_as_first_traced(inputs))

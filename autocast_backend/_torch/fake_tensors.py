@@ -53,6 +53,12 @@ def observing(fake_mode: Any) -> Iterator[None]:
         yield
 
 
+def guards_suppressed(fake_mode: Any | None) -> contextlib.AbstractContextManager[Any]:
+    """Ask about symbolic sizes without assuming anything from then on."""
+    env = None if fake_mode is None else fake_mode.shape_env
+    return contextlib.nullcontext() if env is None else env.suppress_guards()
+
+
 @contextlib.contextmanager
 def running(fake_mode: Any) -> Iterator[None]:
     """As `observing`, with the decompositions that Dynamo runs ops with: kernels of C++ do not take

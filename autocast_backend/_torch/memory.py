@@ -17,7 +17,7 @@ from torch import fx
 from torch._C._dynamo.guards import compute_overlapping_tensors
 
 from .dynamo import guard_inputs, is_reached
-from .fake_tensors import fake_mode_of, observing
+from .fake_tensors import fake_mode_of, guards_suppressed, observing
 from .patches import replaced
 from .tensors import are_alone, has_storage
 from .writes import written_inputs
@@ -135,11 +135,14 @@ def _place(tensor: torch.Tensor) -> list[int]:
 @contextmanager
 def overlaps_by_symbols() -> Iterator[None]:
     """Have AOTAutograd look for overlaps by symbolic sizes, also where they have become numbers: it
-    takes them for numbers then, and the tensors do not give any."""
+    takes them for numbers then, and the tensors do not give any. What it finds is guarded on
+    (`guard_overlaps`): where it does not know Dynamo's names of inputs, it assumes more, of sizes.
+    """
     from torch._functorch._aot_autograd import input_output_analysis
 
     def compute(tensors: list[torch.Tensor], symbolic: bool) -> set[int]:
-        return compute_overlapping_tensors(tensors, symbolic=True)
+        with guards_suppressed(fake_mode_of(tensors)):
+            return compute_overlapping_tensors(tensors, symbolic=True)
 
     with replaced(input_output_analysis, "compute_overlapping_tensors", compute):
         yield

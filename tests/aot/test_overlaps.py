@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.aot.harness import AOT_EAGER, ORACLE
+from tests.aot.harness import AOT_EAGER, ORACLE, backward_inside
 from tests.support import BF16, assert_same_bits
 
 Inputs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -181,3 +181,26 @@ def test_what_does_not_overlap_is_not_compiled_again() -> None:
     values(compiled, ["overlapping"])
     with torch._dynamo.config.patch(error_on_recompile=True):
         values(compiled, ["overlapping", "apart"])
+
+
+def test_a_variant_assumes_nothing_of_places_in_memory() -> None:
+    """Traced again for a backward under autocast, AOTAutograd asks once more what overlaps."""
+
+    def product(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y.add_(0.5)
+        return x @ weight
+
+    def run(**compile_arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        compiled = torch.compile(product, dynamic=True, **compile_arguments)
+        found = []
+        for rows, begin in ((3, 12), (4, 24), (5, 20), (7, 30)):
+            memory = torch.arange(64.0).sin()
+            weight = torch.eye(4, requires_grad=True)
+            x, y = (memory[i : i + 4 * rows].view(rows, 4) for i in (0, begin))
+            out = compiled(x, y, weight)
+            backward_inside(out.float().square().sum(), True)
+            found += [out, memory, weight.grad]
+        return found
+
+    assert_same_bits(run(**AOT_EAGER), run(**ORACLE))
