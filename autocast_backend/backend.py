@@ -11,7 +11,12 @@ import torch
 from torch import fx
 
 from . import _logging
-from ._torch.aot import marks_heeded, outputs_in_their_places, training_graphs
+from ._torch.aot import (
+    marks_heeded,
+    outputs_in_their_places,
+    training_graphs,
+    views_of_what_they_are,
+)
 from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import checkpoints_as_in_eager, marked_in_checkpoints
 from ._torch.configs import backward_traced_off, kernels_of_attention, own_cache_entries
@@ -193,6 +198,7 @@ def _compile(
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(outputs_in_their_places())
+            stack.enter_context(views_of_what_they_are())
             stack.enter_context(overlaps_by_symbols())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())

@@ -155,6 +155,43 @@ def outputs_in_their_places() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def views_of_what_they_are() -> Iterator[None]:
+    """Have a graph return views as such of what they are views of, where AOTAutograd makes one
+    input of several, as they overlap and the graph writes to one. Outside of the graph it makes
+    views anew, then of something else than in the graph:
+
+        x.mul_(3); return y.t()      x, y = base[:2], base.t(): returned is base.t(). Without the
+                                     calls of the view, AOTAutograd reads its size and strides.
+        z = y @ y; return v, z.t()   the number of z, among results, is taken for that of an input
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+    from torch._functorch._aot_autograd.schemas import OutputType as kinds
+
+    original = vars(runtime_wrappers)["create_synthetic_base_metadata"]
+
+    def create_synthetic_base_metadata(meta: Any, bases: Sequence[Any], *args: Any) -> Any:
+        def without_calls(output: Any) -> Any:
+            if output.output_type not in (kinds.alias_of_input, kinds.is_input):
+                return replace(output, base_idx=None)
+            is_moved = not isinstance(bases[output.base_idx], int)
+            return replace(output, view_meta_sequence=None) if is_moved else output
+
+        before = meta.output_info
+        meta = copy.copy(meta)
+        meta.output_info = [without_calls(output) for output in before]
+        merged, *others = original(meta, bases, *args)
+        for i, output in enumerate(before):
+            if meta.output_info[i].base_idx is None:
+                merged.output_info[i] = output
+        return merged, *others
+
+    with replaced(
+        runtime_wrappers, "create_synthetic_base_metadata", create_synthetic_base_metadata
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def marks_heeded(mark: Callable[[fx.Graph], None]) -> Iterator[None]:
     """Have the partitioner save what must be saved. Where it may use little memory, it overlooks
     some: all with a budget of 0, or what returns several tensors.
@@ -448,6 +485,7 @@ def trace_joint_graph(
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(metadata_kept())
         stack.enter_context(outputs_in_their_places())
+        stack.enter_context(views_of_what_they_are())
         stack.enter_context(overlaps_by_symbols())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))

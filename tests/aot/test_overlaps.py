@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.aot.harness import AOT_EAGER, ORACLE, backward_inside
+from tests.aot.harness import AOT_EAGER, ORACLE, aliases, backward_inside, loss_of
 from tests.support import BF16, assert_same_bits
 
 Inputs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -181,6 +181,51 @@ def test_what_does_not_overlap_is_not_compiled_again() -> None:
     values(compiled, ["overlapping"])
     with torch._dynamo.config.patch(error_on_recompile=True):
         values(compiled, ["overlapping", "apart"])
+
+
+def turned(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    x.mul_(3)
+    return [y.t(), y[:1]]
+
+
+def a_part_turned(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    x.mul_(3)
+    return [y.sin(), y[1:].t()]
+
+
+def results_and_views_of_them(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    x.mul_(3)
+    product, twice = y @ y.t(), y * 2
+    return [y.sin(), product, product.t(), twice.t(), twice[1:]]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("differentiable", [False, True], ids=["no_gradients", "gradients"])
+@pytest.mark.parametrize("function", [turned, a_part_turned, results_and_views_of_them])
+@pytest.mark.parametrize(
+    "take",
+    [lambda t: (t[:2], t.t()), lambda t: (t, t.view(2, 8)[:, :4]), lambda t: (t[:2], t[1:])],
+    ids=["turned", "part", "rows"],
+)
+def test_views_returned_where_inputs_overlap(
+    take: Inputs, function: Callable[..., list[torch.Tensor]], differentiable: bool, dynamic: bool
+) -> None:
+    """Of inputs, and of results: AOTAutograd makes these anew, of what they are views of."""
+
+    def run(**compile_arguments: Any) -> list[Any]:
+        torch._dynamo.reset()
+        compiled = torch.compile(function, dynamic=dynamic, **compile_arguments)
+        leaf = torch.arange(16.0).sin().view(4, 4).requires_grad_(differentiable)
+        memory = leaf * 1
+        inputs = take(memory)
+        with torch.autocast(**BF16):
+            outputs = compiled(*inputs)
+        relations = aliases([*inputs, *outputs])
+        if differentiable:
+            loss_of(outputs).backward()
+        return [*outputs, memory, leaf.grad, str(relations)]
+
+    assert_same_bits(run(**AOT_EAGER), run(**ORACLE))
 
 
 def test_a_variant_assumes_nothing_of_places_in_memory() -> None:
