@@ -11,12 +11,7 @@ import torch
 from torch import fx
 
 from . import _logging
-from ._torch.aot import (
-    marks_heeded,
-    outputs_in_their_places,
-    training_graphs,
-    views_of_what_they_are,
-)
+from ._torch.aot import marks_heeded, training_graphs, writes_to_inputs_right
 from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import checkpoints_as_in_eager, marked_in_checkpoints
 from ._torch.configs import backward_traced_off, kernels_of_attention, own_cache_entries
@@ -35,7 +30,7 @@ from ._torch.dynamo import (
 from ._torch.fake_tensors import fake_inputs
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
-from ._torch.memory import guard_overlaps, overlaps_by_symbols
+from ._torch.memory import guard_overlaps
 from ._torch.ops import chooses_attention
 from ._torch.traces import traces_noted
 from .backward.joint import save_random_numbers
@@ -197,9 +192,7 @@ def _compile(
                 stack.enter_context(marks_heeded(save_random_numbers))
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
-            stack.enter_context(outputs_in_their_places())
-            stack.enter_context(views_of_what_they_are())
-            stack.enter_context(overlaps_by_symbols())
+            stack.enter_context(writes_to_inputs_right())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

@@ -192,6 +192,13 @@ def views_of_what_they_are() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def writes_to_inputs_right() -> Iterator[None]:
+    """Have AOTAutograd compile graphs that write to inputs as they are."""
+    with outputs_in_their_places(), views_of_what_they_are(), overlaps_by_symbols():
+        yield
+
+
+@contextlib.contextmanager
 def marks_heeded(mark: Callable[[fx.Graph], None]) -> Iterator[None]:
     """Have the partitioner save what must be saved. Where it may use little memory, it overlooks
     some: all with a budget of 0, or what returns several tensors.
@@ -484,9 +491,7 @@ def trace_joint_graph(
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(metadata_kept())
-        stack.enter_context(outputs_in_their_places())
-        stack.enter_context(views_of_what_they_are())
-        stack.enter_context(overlaps_by_symbols())
+        stack.enter_context(writes_to_inputs_right())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
         stack.enter_context(numbers_as_first_traced(inputs))
