@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +157,48 @@ def numbers_as_first_traced(inputs: Iterable[Any]) -> Iterator[None]:
         # What has been guarded on before is written down once more.
         new = [guard for guard in env.guards[len(known) :] if guard.expr not in known]
         env.guards[len(known) :] = [g for g in new if g.expr.xreplace(constants) != True]  # noqa: E712
+
+
+def sizes_as_first_traced(
+    inputs: Iterable[Any],
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What is assumed of symbolic sizes at this moment, to be entered again later, for another
+    trace: where more is known of a size, `x[:]` may be x, and no call of the graph."""
+    mode = fake_mode_of(inputs)
+    env = None if mode is None else mode.shape_env
+    if env is None:
+        return contextlib.nullcontext
+    guards, (replaced, ranges) = len(env.guards), _of_sizes(env)
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        since, (replaced_now, ranges_now) = env.guards[guards:], _of_sizes(env)
+        for symbol in replaced_now:
+            del env.replacements[symbol]
+        env.replacements.update(replaced)
+        env.var_to_range.update(ranges)
+        del env.guards[guards:]
+        _forget_replaced(env)
+        try:
+            yield
+        finally:
+            env.replacements.update(replaced_now)
+            env.var_to_range.update((s, r & env.var_to_range[s]) for s, r in ranges_now.items())
+            known = {guard.expr for guard in since}
+            env.guards[guards:] = since + [g for g in env.guards[guards:] if g.expr not in known]
+            _forget_replaced(env)
+
+    return again
+
+
+def _of_sizes(env: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What a shape environment has in the place of sizes, and their ranges."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return (
+        {s: value for s, value in env.replacements.items() if symbol_is_type(s, SymT.SIZE)},
+        {s: range for s, range in env.var_to_range.items() if symbol_is_type(s, SymT.SIZE)},
+    )
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from .._torch.aot import (
 from .._torch.autocast import any_autocast_enabled, autocast_device_types, disable_autocast
 from .._torch.configs import compile_configs, own_cache_entries
 from .._torch.dynamo import compile_session, counters, dynamo_error, never_traced
-from .._torch.fake_tensors import assumptions_noted, fake_like
+from .._torch.fake_tensors import assumptions_noted, fake_like, sizes_as_first_traced
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
 from .._torch.kernels import kernels_opened
 from .._torch.traces import trace_of
@@ -114,6 +114,9 @@ class Region:
     can_change: bool = False
     _values: Numbering = field(default_factory=Numbering)
 
+    def __post_init__(self) -> None:
+        self._sizes = sizes_as_first_traced(self.inputs)
+
     @functools.cached_property
     def device_types(self) -> tuple[str, ...]:
         """The device types of all values in the graph and in the bodies it calls, without those
@@ -166,6 +169,7 @@ class Region:
             stack.enter_context(self.configs())
             stack.enter_context(torch.inference_mode(False))  # a backward may run in it
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(self._sizes())
             return trace_joint_graph(
                 self.compile_graph,
                 graph_module,

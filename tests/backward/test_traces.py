@@ -61,6 +61,27 @@ def test_a_call_that_nobody_reads() -> None:
     check_close(gradients(compiled, x, w), gradients(function, x, w))
 
 
+def test_sizes_that_became_numbers_are_symbols_again() -> None:
+    """AOTAutograd makes a number of a size where it traces the pullback of a convolution, after the
+    write. Traced again with the number, `y[:, 0]` would not slice the first dimension."""
+
+    def convolved(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv1d(F.pad(x.transpose(1, 2), (1, 1), mode="reflect"), w[:, :, None])
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).clone()
+        y[:, 0].mul_(0.5)
+        out, pull = torch.func.vjp(lambda t: convolved(t, w), y)
+        return (out + pull(torch.ones_like(out))[0].sum()) * y.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, dynamic=True, **ours())
+    for rows in (4, 3):
+        x = torch.linspace(-1, 1, rows * 24).view(rows, 3, 8).requires_grad_()
+        w = torch.linspace(-1, 2, 64).view(8, 8).requires_grad_()
+        assert_same_bits(gradients(compiled, x, w), gradients(function, x, w))
+
+
 @pytest.mark.slow
 def test_a_dynamic_backward_out_of_the_cache() -> None:
     """What it was when it was partitioned is in the cache as well, its sizes included."""
