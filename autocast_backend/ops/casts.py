@@ -48,7 +48,7 @@ METHODS = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
 }
-_FEW, _FEW_WITH_GRADIENTS = 3, 8
+_FEW = 3
 # Elements of one tensor from which on a kernel of ours gains more than its call costs.
 _MUCH = 2**20
 
@@ -257,9 +257,10 @@ def multi_cast(
                 return [tensor.clone() if tensor.dtype is dtype else METHODS[dtype](tensor)]
             if may_skip_autograd():
                 return _below_autograd(tensors, dtype)
-    elif (  # The same of a few; a loop over one would be a fifth of its cast.
+    elif (  # The same of a few, and of those that require grad, which are cast one by one in any
+        # case; a loop over one would be a fifth of its cast.
         isinstance(tensors, (list, tuple))
-        and 0 < len(tensors) <= _FEW_WITH_GRADIENTS
+        and tensors
         and out is None
         and seed is None
         and type(dtype) is torch.dtype
@@ -268,7 +269,7 @@ def multi_cast(
         and type(offset) is int
         and offset == 0
         and not is_compiling()
-        and _are_few(tensors)
+        and _are_few_or_trained(tensors)
     ):
         method = METHODS[dtype]
         return [t.clone() if t.dtype is dtype else method(t) for t in tensors]
@@ -309,20 +310,22 @@ def multi_cast(
     return list(out)
 
 
-def _are_few(tensors: Sequence[Tensor]) -> bool:
-    """Whether one call for these few, of one device, takes longer than one for each; `benchmarks
-    launch` has where that ends. On a GPU each is a kernel of its own, which those that require grad
-    are in any case."""
+def _are_few_or_trained(tensors: Sequence[Tensor]) -> bool:
+    """Whether one call for these, of one device, takes longer than one for each: for a few on the
+    CPU (`benchmarks launch` has where that ends), and where they require grad, as the code of a
+    list is cold after that of a model. On a GPU each call is a kernel of its own."""
     few, grad = len(tensors) <= _FEW, torch.is_grad_enabled()
     index = tensors[0].get_device() if isinstance(tensors[0], Tensor) else None  # -1: the CPU
     for tensor in tensors:
         if not (
             type(tensor) in _PLAIN
+            and (
+                (grad and tensor.requires_grad)
+                or (few and tensor.is_cpu and tensor.numel() < _MUCH)
+            )
             and (tensor.is_cpu or tensor.is_cuda)
             and tensor.get_device() == index
             and tensor.dtype in METHODS
-            and ((few and tensor.is_cpu) or (grad and tensor.requires_grad))
-            and tensor.numel() < _MUCH
             and tensor.layout is torch.strided
             and not tensor.is_nested
         ):

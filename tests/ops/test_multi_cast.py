@@ -245,6 +245,18 @@ def test_few_tensors_are_cast_one_by_one(count: int) -> None:
     assert called.count == 2
 
 
+@pytest.mark.parametrize("count", [1, 9, 150])
+def test_tensors_that_require_grad_are_cast_one_by_one(count: int) -> None:
+    tensors = [sample(f32, 3, 5).requires_grad_() for _ in range(count)]
+    large = torch.empty(2**20, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results = multi_cast([*tensors, large], bf16)
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::_to_copy") == count + 1
+    assert not [name for name in names if "smart_autocast" in name]
+    assert_all_same(results[:-1], expected(tensors, bf16))
+
+
 @pytest.mark.parametrize(
     ("capability", "vendor", "much"),
     [
