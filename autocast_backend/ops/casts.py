@@ -48,7 +48,7 @@ METHODS = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
 }
-_FEW = 3
+_FEW = 6
 # Elements of one tensor from which on a kernel of ours gains more than its call costs.
 _MUCH = 2**20
 
