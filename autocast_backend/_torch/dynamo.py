@@ -140,6 +140,18 @@ def compiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
     return dict(output.local_scope), dict(output.global_scope)
 
 
+def inputs_of_dynamo() -> tuple[list[fx.Node], list[Any]]:
+    """The inputs of the whole graph that Dynamo compiles at this moment, and their values; none
+    where a backend is not called by Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except AttributeError:  # no translation on this thread
+        return [], []
+    return output.placeholders, output.example_inputs()
+
+
 def left_to_python(module: torch.nn.Module) -> str | None:
     """Why Dynamo does not compile the calls of a module, if it says so beforehand."""
     if isinstance(module, torch.nn.RNNBase) and not torch._dynamo.config.allow_rnn:

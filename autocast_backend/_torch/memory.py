@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch._C._dynamo.guards import compute_overlapping_tensors
 
-from .dynamo import guard_inputs, is_reached
+from .dynamo import guard_inputs, inputs_of_dynamo, is_reached
 from .fake_tensors import fake_mode_of, guards_suppressed, observing
 from .patches import replaced
-from .tensors import are_alone, has_storage
+from .tensors import are_alone, has_storage, is_fake, storages_of
 from .writes import written_inputs
 
 
@@ -43,17 +43,27 @@ def guard_overlaps(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         inputs: its inputs.
     """
     written = written_inputs(graph_module, inputs)
+    if not written:
+        return
+    memory: set[int] = set()
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    if any(isinstance(value, torch.Tensor) and is_fake(value) for value in inputs):
+        # A part of a graph, of DDP's optimizer: it may write to a view of an input of the whole,
+        # and its inputs do not tell how much memory those of the whole have.
+        memory = storages_of(node.meta["example_value"] for node in written)
+        placeholders, inputs = inputs_of_dynamo()
     nodes: list[fx.Node] = []
     fakes: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    writes: list[int] = []
     for node, value in zip(placeholders, inputs, strict=True):
         fake = node.meta.get("example_value")
         if isinstance(fake, torch.Tensor) and has_storage(fake) and is_reached(node):
+            if node in written or fake.untyped_storage()._cdata in memory:
+                writes.append(len(nodes))
             nodes.append(node)
             fakes.append(fake)
             values.append(value)
-    writes = [i for i, node in enumerate(nodes) if node in written]
     if writes and len(nodes) > 1:
         guard_inputs(nodes, writes, _Overlaps(fakes, values, writes), "same_overlaps")
 

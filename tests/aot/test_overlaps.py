@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.aot.harness import AOT_EAGER, ORACLE, aliases, backward_inside, loss_of
 from tests.support import BF16, assert_same_bits
@@ -169,6 +171,48 @@ def test_tensors_that_are_no_views_of_their_memory(way: str, then: str) -> None:
             return values(compiled, names, given_memory)
         with torch.inference_mode():
             return values(compiled, names)
+
+    assert_same_bits(calls(**AOT_EAGER), calls(**ORACLE))
+
+
+class Layers(nn.Module):
+    """Writes to an input in a later part of the graph than the first, in the same as a view."""
+
+    def __init__(self, *, through_a_view: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.through_a_view = through_a_view
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        written = x[:3] if self.through_a_view else x
+        found = self.layers(torch.eye(4))
+        written.mul_(3)
+        return found + y
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("through_a_view", [False, True], ids=["itself", "view"])
+@pytest.mark.parametrize(("first", "then"), [("apart", "overlapping"), ("overlapping", "apart")])
+def test_parts_of_a_graph(
+    first: str, then: str, through_a_view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP's optimizer cuts the graph, and compiles each part with fake inputs: with the memory of
+    what they are views of, as far as that reaches."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+
+    def calls(**compile_arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(
+            Layers(through_a_view=through_a_view), bucket_cap_mb=2 / 2**20
+        )
+        compiled = torch.compile(model, **compile_arguments)
+        found = []
+        for name in (first, then):
+            x, y = INPUTS[name](torch.arange(99.0).sin()[:64].data)
+            with torch.autocast(**BF16):
+                found += [compiled(x, y).detach(), x, y]
+        return found
 
     assert_same_bits(calls(**AOT_EAGER), calls(**ORACLE))
 
