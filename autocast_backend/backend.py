@@ -14,7 +14,12 @@ from . import _logging
 from ._torch.aot import marks_heeded, training_graphs, writes_to_inputs_right
 from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import checkpoints_as_in_eager, marked_in_checkpoints
-from ._torch.configs import backward_traced_off, kernels_of_attention, own_cache_entries
+from ._torch.configs import (
+    backward_traced_off,
+    kernels_of_attention,
+    own_cache_entries,
+    scales_convolutions,
+)
 from ._torch.dynamo import (
     composites_in_bodies_taken_apart,
     counters,
@@ -179,7 +184,7 @@ def _compile(
     tell(graph_module, context)
     for listener in listeners:
         listener(graph_module, context)
-    inner = _inner(parsed)
+    inner = _inner(parsed, autocast=bool(report.nodes or report.overridden))
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as stack:
@@ -248,7 +253,12 @@ def _region(
     )
 
 
-def _inner(options: Options) -> Callable[..., Any]:
+def _inner(options: Options, *, autocast: bool) -> Callable[..., Any]:
+    """The inner compiler.
+
+    Args:
+        autocast: whether autocast, or a policy of the user's, acts in the graph.
+    """
     if not isinstance(options.inner, str):
         return options.inner
     backend = lookup_backend(options.inner)
@@ -257,6 +267,9 @@ def _inner(options: Options) -> Callable[..., Any]:
 
     def inductor(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         patches = dict(options.inductor)
+        if autocast and scales_convolutions(patches):
+            # The weights would be scaled after their casts, and be float32 again.
+            patches["efficient_conv_bn_eval_fx_passes"] = False
         if any(map(is_nested_region, nodes_of(graph_module))):
             # The code of such a region's backward may write over an input that the region's next
             # call reads as well: wrong gradients, with stock on torch 2.11 to 2.15, too.

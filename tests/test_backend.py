@@ -218,6 +218,17 @@ def test_inductor_config_patches_reach_inductor_and_its_lazy_backward(
     assert config.max_autotune_gemm_backends != "ATEN"
 
 
+def test_batch_norms_are_not_moved_into_convolutions_with_casts() -> None:
+    """Inductor's pass for that scales weights after their casts, by float32 numbers."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).eval()
+    options = {"inductor": {"efficient_conv_bn_eval_fx_passes": True}}
+    compiled = torch.compile(model, backend="smart_autocast", options=options)
+    x = torch.randn(1, 1, 4, 4)
+    with torch.autocast(**BF16):
+        assert_same_bits(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_an_error_in_the_model_arrives_unchanged_and_the_state_is_restored(inner: str) -> None:
     class Broken(ValueError):

@@ -166,6 +166,12 @@ def freezing_is_on(patches: Mapping[str, Any]) -> bool:
     return bool(_inductor_config("freezing", patches))
 
 
+def scales_convolutions(patches: Mapping[str, Any]) -> bool:
+    """Whether Inductor, under these config patches, multiplies the weights of convolutions by what
+    a batch norm in evaluation would multiply their results by."""
+    return bool(_inductor_config("efficient_conv_bn_eval_fx_passes", patches))
+
+
 def cuda_graphs_are_on(patches: Mapping[str, Any]) -> bool:
     """Whether Inductor, under these config patches, records CUDA graphs, which read their static
     inputs at the addresses they had."""
