@@ -131,25 +131,26 @@ def compiled_frame() -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The local and global variables of the function Dynamo compiles at this moment, where a
     backend is called by Dynamo. A graph's nodes name modules by the variable they were reached
     through; nothing public leads from there to the modules themselves."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:  # no translation on this thread
-        return None
-    return dict(output.local_scope), dict(output.global_scope)
+    output = _output_graph()
+    return None if output is None else (dict(output.local_scope), dict(output.global_scope))
 
 
 def inputs_of_dynamo() -> tuple[list[fx.Node], list[Any]]:
     """The inputs of the whole graph that Dynamo compiles at this moment, and their values; none
     where a backend is not called by Dynamo."""
+    output = _output_graph()
+    return ([], []) if output is None else (output.placeholders, output.example_inputs())
+
+
+def _output_graph() -> Any | None:
+    """What Dynamo has of the graph that it compiles at this moment on this thread; None where it
+    compiles none."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:  # no translation on this thread
-        return [], []
-    return output.placeholders, output.example_inputs()
+        return InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
 
 
 def left_to_python(module: torch.nn.Module) -> str | None:
@@ -172,16 +173,13 @@ def keep_out_of_packages(graph_module: fx.GraphModule) -> None:
     """
     if vars(graph_module).pop("_backend_id", None) is None:  # the name AOTAutograd records it by
         return
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:  # no translation on this thread
+    output = _output_graph()
+    if output is None:
         raise NotImplementedError(
             "aot_compile writes a compiled graph to a file without what lets its backward follow "
             "the autocast state it meets. Call the compiled function instead: compile caches on "
             "disk, also in torch.compiler.save_cache_artifacts, work with smart_autocast"
-        ) from None
+        )
     output.bypass_package(
         "smart_autocast compiles in each process: its backwards follow the autocast state they "
         "meet, which a package does not keep. Compile caches on disk work as ever"
