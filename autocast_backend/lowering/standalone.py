@@ -21,6 +21,8 @@ from .lower import lower
 from .propagate import propagate
 from .separate import separate_bodies
 
+_MOVE = torch.ops.aten.to.dtype_layout
+
 
 def lower_autocast(
     graph_module: fx.GraphModule,
@@ -110,6 +112,8 @@ def lower_flat(
     """
     # What a strict export leaves of Dynamo's example values is older than its values.
     traced = any("val" in n.meta for n in nodes_of(graph_module))
+    if traced:
+        _forget_dtypes_of_moves(graph_module)
     for node in nodes_of(graph_module):
         if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
@@ -122,3 +126,15 @@ def lower_flat(
         if traced and "example_value" in node.meta:
             node.meta["val"] = node.meta.pop("example_value")
     return graph_module
+
+
+def _forget_dtypes_of_moves(graph_module: fx.GraphModule) -> None:
+    """Let `x.to(device)`, `x.cpu()` and `x.to(memory_format=...)` keep their tensor's dtype.
+
+    PyTorch calls this overload for those alone, with the dtype that the tensor has when it is
+    traced. A dtype that the user asks for is in another overload.
+    """
+    for node in nodes_of(graph_module):
+        dtype = node.kwargs.get("dtype")
+        if node.target is _MOVE and isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}

@@ -475,6 +475,39 @@ def test_casts_of_the_user_stay() -> None:
     assert dtypes(run(X.bfloat16(), X.double())) == [torch.float32, torch.float32]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_moves_keep_the_dtype_of_their_tensor(strict: bool) -> None:
+    class Moves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            moved = x.to(self.layer.weight.device)
+            copied = moved.to("cpu", copy=True)
+            last = x[None, None].to(memory_format=torch.channels_last)
+            return moved.exp(), copied, last, self.layer(copied).cpu(), x.to("cpu", torch.float32)
+
+    model = Moves()
+    program = torch.export.export(model, (X,), strict=strict)
+    run = module(lower(program))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        x = X.to(dtype)
+        assert_same_bits(run.to(dtype)(x), model.to(dtype)(x))
+    model.float()
+    with torch.autocast(**BF16):
+        expected = model(X)
+    assert_same_bits(lower(program, ambient=BF16).module()(X), expected)
+
+    def function(x: Tensor) -> Tensor:
+        return (x @ x.t()).cpu()
+
+    traced = make_fx(function, tracing_mode="fake", pre_dispatch=True)(X)
+    with torch.autocast(**BF16):
+        expected = function(X)
+    assert_same_bits(lower_autocast(traced, ambient=BF16)(X), expected)
+
+
 def checked(region: Region, x: Tensor, index: Tensor) -> Any:
     with region():
         return x.float() @ x.float().t(), index.long(), index.int()
