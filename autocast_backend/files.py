@@ -23,7 +23,11 @@ def unwritable(targets: Mapping[str, Path | None], sources: Mapping[str, Path]) 
         if file is None:
             continue
         folder = file.resolve().parent
-        if file.is_dir():
+        try:
+            is_folder = file.is_dir()
+        except OSError as error:  # its name is too long
+            return f"{argument}: expected a file; {file}: {error.strerror}. Name another"
+        if is_folder:
             return f"{argument}: expected a file; {file} is a folder. Name a file in it"
         if not folder.is_dir():
             return f"{argument}: there is no folder {folder}; make it, or name another"

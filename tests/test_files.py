@@ -68,3 +68,9 @@ def test_a_folder_that_takes_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     problem = unwritable({"--report": tmp_path / "page.html"}, {})
     assert problem == f"--report: no file can be written in {tmp_path}; name another folder"
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    file = tmp_path / ("a" * 300)
+    problem = unwritable({"--output": file}, {})
+    assert problem == f"--output: expected a file; {file}: File name too long. Name another"
