@@ -38,7 +38,7 @@ from tests.conformance.programs import (
 )
 from tests.support import TORCH, assert_same_bits, autocast_put_right
 
-IN_CI = 200
+IN_CI = 120
 COMPILED_IN_CI = 16
 CHECKPOINTED_IN_CI = 16
 LITE_IN_CI = 5
