@@ -351,7 +351,13 @@ def test_attention_that_inductor_recognises(forward: str) -> None:
     precise = {"emulate_precision_casts": True}
     compiled = torch.compile(function, **ours("inductor", inductor=precise))
     for backward in ("bf16", "fp16"):
-        assert_same_bits(gradients(compiled, backward), gradients(function, backward))
+        actual, expected = gradients(compiled, backward), gradients(function, backward)
+        for a, e in zip(actual, expected, strict=True):
+            # With AVX2, Inductor's softmax has other last bits, of which a few numbers are rounded
+            # to others. One that does not follow is off by a quarter of the dtype's precision.
+            bound = torch.finfo(STATES[backward]["dtype"]).eps / 5
+            assert a.dtype == e.dtype
+            assert (a - e).norm() < bound * e.norm()
 
 
 @pytest.mark.slow
