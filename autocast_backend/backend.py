@@ -269,6 +269,7 @@ def _inner(options: Options, *, autocast: bool) -> Callable[..., Any]:
         patches = dict(options.inductor)
         if autocast and scales_convolutions(patches):
             # The weights would be scaled after their casts, and be float32 again.
+            log.info("efficient_conv_bn_eval_fx_passes is off for a graph in which autocast acts")
             patches["efficient_conv_bn_eval_fx_passes"] = False
         if any(map(is_nested_region, nodes_of(graph_module))):
             # The code of such a region's backward may write over an input that the region's next

@@ -218,15 +218,18 @@ def test_inductor_config_patches_reach_inductor_and_its_lazy_backward(
     assert config.max_autotune_gemm_backends != "ATEN"
 
 
-def test_batch_norms_are_not_moved_into_convolutions_with_casts() -> None:
+def test_batch_norms_are_not_moved_into_convolutions_with_casts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Inductor's pass for that scales weights after their casts, by float32 numbers."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).eval()
     options = {"inductor": {"efficient_conv_bn_eval_fx_passes": True}}
     compiled = torch.compile(model, backend="smart_autocast", options=options)
     x = torch.randn(1, 1, 4, 4)
-    with torch.autocast(**BF16):
+    with torch.autocast(**BF16), caplog.at_level("INFO", logger="autocast_backend"):
         assert_same_bits(compiled(x), model(x))
+    assert any("efficient_conv_bn_eval_fx_passes is off" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
