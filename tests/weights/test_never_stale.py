@@ -226,10 +226,9 @@ def without(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cast, f"_{check}", lambda weight: 0)
 
 
-def outputs_before_and_after(
-    case: Case, weight_cache: str, scopes: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A call, the change, and a second call in the same autocast context, the last of so many."""
+def outputs(case: Case, weight_cache: str, scopes: int = 1) -> tuple[torch.Tensor, ...]:
+    """A call, the change, and a second call in the same autocast context, the last of so many; and
+    what eager mode computes then."""
     torch._dynamo.reset()
     model, x = make(), data(3, 8)
     compiled = torch.compile(model, **ours(weight_cache=weight_cache))
@@ -242,7 +241,9 @@ def outputs_before_and_after(
     with bf16():
         before = compiled(x).detach().clone()
         case.change(model)
-        return before, compiled(x).detach().clone()
+        after = compiled(x).detach().clone()
+    with bf16(cache_enabled=False):
+        return before, after, model(x)
 
 
 LIVES = pytest.mark.parametrize(
@@ -253,8 +254,7 @@ LIVES = pytest.mark.parametrize(
 @LIVES
 @pytest.mark.parametrize("name", CASES)
 def test_a_changed_weight_is_cast_again(name: str, lifetime: str, scopes: int) -> None:
-    before, after = outputs_before_and_after(CASES[name], lifetime, scopes)
-    _, expected = outputs_before_and_after(CASES[name], "off")
+    before, after, expected = outputs(CASES[name], lifetime, scopes)
     assert torch.equal(after, expected)
     assert not torch.equal(after, before), "a change that shows nothing"
 
@@ -266,7 +266,7 @@ def test_without_its_checks_it_is_not(
 ) -> None:
     for check in CASES[name].noticed_by:
         without(check, monkeypatch)
-    before, after = outputs_before_and_after(CASES[name], lifetime, scopes)
+    before, after, _ = outputs(CASES[name], lifetime, scopes)
     assert torch.equal(after, before)
 
 
