@@ -1,4 +1,5 @@
-"""The CPU kernels under AddressSanitizer and UBSan: their tests, on a build of a copy."""
+"""A whole installation from a copy, with the CPU kernels under AddressSanitizer and UBSan: what is in
+it, and the kernels' tests."""
 
 import os
 import shlex
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_build import copy_of_sources, info, install, program
+
 ROOT = Path(__file__).parents[2]
 COMPILER = shlex.split(os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "")
 SANITIZE = (
     "-O0 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
 )
-# AddressSanitizer knows of torch's memory only if it was loaded before torch.
 TESTS = [
     "test_multi_cast.py",
     "test_multi_cast_values.py",
@@ -33,40 +35,58 @@ pytestmark = [
 ]
 
 
-def runtime_libraries() -> str:
-    """The compiler's AddressSanitizer, and the C++ library whose exceptions it wants to see: both
-    must be loaded before Python."""
+def runtime_libraries() -> str | None:
+    """The compiler's AddressSanitizer, which knows of torch's memory only if it was loaded before,
+    and the C++ library whose exceptions it wants to see. None where there is none."""
     paths = []
     for name in ("libasan.so", "libstdc++.so.6"):
         command = [*COMPILER, f"-print-file-name={name}"]
         path = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         if not Path(path).is_absolute():
-            pytest.skip(f"the compiler has no {name}")
+            return None
         paths.append(path)
     return " ".join(paths)
 
 
-def test_cpu_kernels(tmp_path: Path) -> None:
+def test_an_installation_and_its_cpu_kernels(tmp_path: Path) -> None:
     libraries = runtime_libraries()
-    for folder in ("autocast_backend", "csrc", "tests"):
-        ignore = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    # A build type without flags of its own: optimizing takes longer than the tests do.
-    build_type = {"CXXFLAGS": SANITIZE, "CMAKE_BUILD_TYPE": "Sanitized"}
-    environment = {**os.environ, **build_type, "FORCE_CUDA": "0"}
-    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    built = subprocess.run(build, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
-    (module,) = (tmp_path / "autocast_backend").glob("_C.*.so")
-    assert b"__asan_init" in module.read_bytes()
+    # Sanitized, the file with pybind11 in it would take as long to compile as all others.
+    compiler = program(
+        tmp_path / "c++",
+        f"""
+        case "$*" in *" -c "*/module.cpp) set -- "$@" -fno-sanitize=all;; esac
+        exec {shlex.join(COMPILER)} "$@"
+        """,
+    )
+    target = tmp_path / "site"
+    install(
+        copy_of_sources(tmp_path / "sources"),
+        target,
+        CXX=compiler,
+        CXXFLAGS=SANITIZE if libraries else "",
+        CMAKE_BUILD_TYPE="Sanitized",  # one without flags of its own: -O3 takes long to compile
+        FORCE_CUDA="0",
+    )
+    (module,) = (target / "autocast_backend").glob("_C.*.so")
+    assert not list(target.rglob("*.cpp"))
+    preloaded = {
+        "LD_PRELOAD": libraries or "",
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+    }
+    text = info(target, **preloaded)
+    assert f"native library  {module}" in text
+    assert "cuda_architectures none" in text
+    assert "CUDA library    none: not built" in text
+    if not libraries:
+        pytest.skip("the compiler has no AddressSanitizer")
 
+    assert b"__asan_init" in module.read_bytes()
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     environment = {
         **os.environ,
-        "LD_PRELOAD": libraries,
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
-        "PYTHONPATH": str(tmp_path),
+        **preloaded,
+        "PYTHONPATH": str(target),
         "SMART_AUTOCAST_KERNELS": "native",
         "OMP_NUM_THREADS": "2",
     }
