@@ -286,8 +286,7 @@ def by_kernel_of_any_size(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return F.affine_grid(theta, (theta.shape[0], 1, 3, 3)).float()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("body", [by_kernel, by_kernel_of_any_size])
+@pytest.mark.parametrize(("body", "dynamic"), [(by_kernel, False), (by_kernel_of_any_size, True)])
 @pytest.mark.parametrize("place", [in_a_branch, in_a_map])
 def test_gradients_of_kernels_that_autocast_acts_in(
     place: Callable[[Function], Function], body: Function, dynamic: bool
