@@ -247,7 +247,8 @@ def test_exported_programs(pytestconfig: pytest.Config) -> None:
     assert tried["equal"] >= (wanted // 10 if wanted else EXPORTED_IN_CI)
     assert tried["with other dtypes"] > tried["equal"] // 2
     assert tried["lowered"] > tried["equal"] // 2
-    assert 0 < tried["with brackets"] < tried["equal"] // 2
+    assert wanted or tried["with brackets"]  # a few programs of chance may have none
+    assert tried["with brackets"] < tried["equal"] // 2
     assert tried["raise in eager"] < tried["equal"] // 4
 
 
