@@ -75,6 +75,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ops do with a tensor what they do with PyTorch's own: also with a parameter of a
+    class of the user's that says nothing of them."""
+    kind, parameter = type(tensor), torch.nn.Parameter
+    return kind is torch.Tensor or (
+        issubclass(kind, parameter)
+        and kind.__torch_function__ == parameter.__torch_function__
+        and kind.__torch_dispatch__ == parameter.__torch_dispatch__
+    )
+
+
 def is_of_transform(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a `torch.func` transform's wrapper, which has no storage."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

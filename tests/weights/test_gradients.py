@@ -50,6 +50,54 @@ def test_a_weight_used_twice_in_a_graph(lifetime: str) -> None:
     )
 
 
+class OnManifold(nn.Parameter):
+    """A class with what an optimizer asks for, and no behavior of its own, such as geoopt's."""
+
+
+class Plane(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = OnManifold(torch.randn(8, 8))
+        self.w.manifold = self  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+
+@LIFETIMES
+def test_a_weight_of_a_class_derived_from_parameter(lifetime: str) -> None:
+    expected = gradients(Plane, 3, True, **EAGER)
+    found: list[Any] = []
+    arguments = ours(weight_cache=lifetime)
+    assert casts_made(lambda: found.append(gradients(Plane, 3, True, **arguments))) == 1
+    assert_same_bits(found, [expected])
+
+
+class Doubled(nn.Parameter):
+    """A class whose products are others."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result * 2 if function is torch.Tensor.matmul else result
+
+
+def test_a_parameter_that_changes_what_ops_do_keeps_its_casts_in_the_graph() -> None:
+    def gradient(**arguments: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+        weight = Doubled(data(8, 8))
+        compiled = torch.compile(lambda x: torch.Tensor.matmul(x, weight), **arguments)
+        with bf16():
+            compiled(data(3, 8)).float().square().sum().backward()
+        return weight.grad
+
+    found: list[Any] = []
+    assert casts_made(lambda: found.append(gradient(**ours()))) == 0
+    assert_same_bits(found, [gradient(**EAGER)])
+
+
 class Assigns(nn.Module):
     """Tensors have no `@=` of their own: Python writes the product under the name of the first."""
 
