@@ -1,5 +1,5 @@
-"""A whole installation from a copy, with the CPU kernels under AddressSanitizer and UBSan: what is in
-it, and the kernels' tests."""
+"""A whole installation from a copy, with the CPU kernels under AddressSanitizer and UBSan: what is
+in it, and the kernels' tests."""
 
 import os
 import shlex
