@@ -169,11 +169,11 @@ def test_torch_is_found_behind_build_isolation(
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A copy of what an sdist holds, so that nothing is built in this tree."""
     return copy_of_sources(tmp_path / "sources")
 
 
 def copy_of_sources(copy: Path) -> Path:
+    """A copy of what an sdist holds, so that nothing is built in this tree."""
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("autocast_backend", "csrc"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)

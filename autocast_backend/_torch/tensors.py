@@ -75,7 +75,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Whether ops do with a tensor what they do with PyTorch's own: also with a parameter of a
     class of the user's that says nothing of them."""
     kind, parameter = type(tensor), torch.nn.Parameter

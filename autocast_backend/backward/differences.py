@@ -17,6 +17,7 @@ from .._torch.autocast import has_autocast_kernel
 from .._torch.dynamo import is_higher_order_op
 from .._torch.kernels import calls_others
 from .._torch.ops import OpOverload, is_dispatched
+from .._torch.tensors import is_plain_tensor
 from ..graphs import get_attribute
 
 
@@ -59,8 +60,7 @@ def body_of(module: fx.GraphModule, node: fx.Node) -> str:
     inside of it; or what is in the tensor that it reads, a constant; else nothing."""
     value = attribute(module, node) if node.op == "get_attr" else None
     if isinstance(value, torch.Tensor):
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-        return _contents(value) if plain and value.layout is torch.strided else ""
+        return _contents(value) if is_plain_tensor(value) and value.layout is torch.strided else ""
     if not isinstance(value, fx.GraphModule):
         return ""
     return "".join(str(m.code) for m in value.modules() if isinstance(m, fx.GraphModule))

@@ -33,7 +33,7 @@ from .._torch.fake_tensors import symbol_key
 from .._torch.formulas import grad_fn_of
 from .._torch.kernels import are_closed, has_kernels_of_users
 from .._torch.ops import OpOverload, OpOverloadPacket, is_dispatched, overloads_of
-from .._torch.tensors import is_fake
+from .._torch.tensors import is_fake, is_plain_tensor
 from ..state import AutocastState
 
 _MEMORY_LIMIT = 1 << 16
@@ -246,7 +246,7 @@ _SPELLED_OUT = {bool, int, float, complex, str, bytes, type(None), type(...)} | 
 
 
 def _describe_tensor(t: torch.Tensor) -> str:
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) and not is_fake(t):
+    if not is_plain_tensor(t) and not is_fake(t):
         return _by_address(t)
     strides = t.stride() if t.layout is torch.strided else ()
     leaf = grad_fn_of(t) is None

@@ -40,7 +40,7 @@ from .._torch.dynamo import (
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.formulas import grad_fn_of
 from .._torch.fsdp import managed_by_fsdp
-from .._torch.tensors import is_of_transform, is_plain
+from .._torch.tensors import is_of_transform, is_plain_tensor
 from .._torch.writes import hidden_writes, written_inputs
 from ..graphs import copy_graph, names_of
 from ..lowering.bodies import Bodies
@@ -285,7 +285,7 @@ def _is_static(node: fx.Node, value: Any) -> bool:
 
 def _why_not(value: torch.Tensor, written: Sequence[torch.Tensor]) -> str | None:
     """Why the casts of a weight stay in the graph; None where they need not."""
-    if not is_plain(value) and fake_mode_of([value]) is None:
+    if not is_plain_tensor(value) and fake_mode_of([value]) is None:
         return f"it is a tensor subclass, {type(value).__name__}"
     if value.is_inference():
         return "it was made in inference mode, where PyTorch does not count what is written to it"

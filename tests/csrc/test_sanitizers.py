@@ -50,7 +50,7 @@ def runtime_libraries() -> str | None:
 
 def test_an_installation_and_its_cpu_kernels(tmp_path: Path) -> None:
     libraries = runtime_libraries()
-    # Sanitized, the file with pybind11 in it would take as long to compile as all others.
+    # Sanitized, the file with pybind11 in it would take two fifths of the time to compile.
     compiler = program(
         tmp_path / "c++",
         f"""
