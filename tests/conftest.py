@@ -1,7 +1,10 @@
+import argparse
 import gc
 import logging
 import os
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +43,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of PyTorch's lists (tests/conformance/test_{op,module}_db.py) and of random models "
         "(tests/models); other tests choose their own",
     )
+    parser.addoption(
+        "--share",
+        type=_share,
+        metavar="K/N",
+        help="of the slow tests, and of the cases of each test that has more than four, only those "
+        "that a checksum of their names puts into the K-th of N shares (.ci/run, another for each "
+        "commit)",
+    )
+
+
+def _share(text: str) -> str:
+    share, _, shares = text.partition("/")
+    if not (share.isdecimal() and shares.isdecimal() and 1 <= int(share) <= int(shares)):
+        raise argparse.ArgumentTypeError(f"expected K/N, K from 1 to N, such as 1/3, got {text!r}")
+    return text
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--share") is None:
+        return
+    share, shares = map(int, config.getoption("--share").split("/"))
+    cases = Counter(item.nodeid.partition("[")[0] for item in items)
+
+    def elsewhere(item: pytest.Item) -> bool:
+        many = item.get_closest_marker("slow") or cases[item.nodeid.partition("[")[0]] > 4
+        return bool(many) and zlib.crc32(item.nodeid.encode()) % shares != share - 1
+
+    config.hook.pytest_deselected(items=[item for item in items if elsewhere(item)])
+    items[:] = [item for item in items if not elsewhere(item)]
 
 
 def pytest_configure(config: pytest.Config) -> None:

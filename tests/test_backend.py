@@ -83,6 +83,7 @@ def test_importing_torch_does_not_depend_on_its_private_names(module: str, name:
     assert result.stdout == "done\n", result.stderr
 
 
+@pytest.mark.slow
 def test_torch_logs_knows_our_name() -> None:
     # Before 2.13, torch reads TORCH_LOGS before it calls our entry point: there it takes only what
     # it can import.

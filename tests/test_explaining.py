@@ -386,6 +386,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_program_and_ends_as_it_does(tmp_path: Path) -> None:
     program, page = tmp_path / "train.py", tmp_path / "casts.html"
     program.write_text(PROGRAM)

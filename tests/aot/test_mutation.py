@@ -261,6 +261,7 @@ def test_known_a_write_after_a_graph_break_is_refused() -> None:
             loss(**arguments).backward()
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_copied_and_then_written_through_inductor() -> None:
     """The negatives of a contrastive loss: Inductor takes the copy away, so that a backward reads
     what the step has put into the queue (stock's does, PyTorch #197039)."""

@@ -15,6 +15,7 @@ from tests.backward.twin_device import NAME
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [NAME, pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_device_types(second: str) -> None:
     """The tests of two_device_types.py, with a second device type that is made for them, or a real

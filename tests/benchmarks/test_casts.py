@@ -47,6 +47,7 @@ def test_candidates_compute_the_same(source, dtype):
     assert 2 * results["copy"].numel() == cast_cost.total_bytes(TINY, dtype, source)
 
 
+@pytest.mark.slow
 def test_page_faults_are_counted_where_memory_is_new():
     found = cast_cost.measure(
         CastSet(name="large", kind="single", shapes=((2**25,),)),  # 64 MiB: malloc asks for it anew

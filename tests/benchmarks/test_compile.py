@@ -161,6 +161,7 @@ def test_chain_has_the_asked_size_and_eager_autocast_values():
     assert len({node.meta["example_value"].shape for node in same}) == 1
 
 
+@pytest.mark.slow
 def test_lowering_validates_few_calls_all_calls_or_none():
     checked = {}
     for kind in lowering.KINDS:

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 
 from autocast_backend import weight_cache_info
@@ -27,6 +28,7 @@ def test_the_counter_sees_casts_of_weights_only():
     assert counter.casts == 1 + 2 + 2
 
 
+@pytest.mark.slow
 def test_casts_of_a_training_step():
     """As the README predicts: by micro-batch, by step, by context."""
     torch.manual_seed(0)
@@ -106,6 +108,7 @@ def test_the_threshold_is_judged_by_both_places_of_a_cast(tmp_path, monkeypatch)
     assert len(answer.targets) == 2
 
 
+@pytest.mark.slow
 def test_a_model_compiled_whole_and_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "LAYERS_IN_BLOCK", 1)
     arguments = ["--quick", "--rounds", "1", "--out", str(tmp_path)]

@@ -95,6 +95,7 @@ def count(option: int | None, default: int) -> settings:
     )
 
 
+@pytest.mark.slow
 def test_lowered_programs(pytestconfig: pytest.Config, record_property: Any) -> None:
     """Each program as the graphs Dynamo would make of it, lowered and run, against the same graphs
     under real autocast: outputs and gradients, bit for bit."""
@@ -201,6 +202,7 @@ class Exportable(nn.Module):
 _DTYPES = st.tuples(*[st.sampled_from([None, *DTYPES]) for _ in make_inputs()])
 
 
+@pytest.mark.slow
 def test_exported_programs(pytestconfig: pytest.Config) -> None:
     """Programs as `torch.export` writes them, lowered, and run with other dtypes than they were
     exported with, against the same programs under real autocast.

@@ -106,6 +106,7 @@ BRACKETED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("autocast_without_device")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
 
 
+@pytest.mark.slow
 def test_the_program_of_the_guide() -> None:
     program, printed = re.findall(r"```(?:python)?\n(.*?)```", GUIDE.read_text(), re.DOTALL)[:2]
     result = subprocess.run(

@@ -64,6 +64,7 @@ def test_trains_on_a_gpu(tmp_path: Path, dtype: str) -> None:
     assert report["machine"]["gpu"] == torch.cuda.get_device_name()
 
 
+@pytest.mark.slow
 def test_float16_trains_with_a_scaled_loss_on_the_cpu(tmp_path: Path) -> None:
     report = run_demo(tmp_path, "--device", "cpu", "--dtype", "float16", "--rows", "smart_autocast")
     assert report["settings"]["dtype"] == "float16"

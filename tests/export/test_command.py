@@ -152,6 +152,7 @@ def test_a_program_that_may_not_be_read(
     assert f"{source}: it may not be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_loses_nothing(tmp_path: Path) -> None:
     """Like a full disk: no file of the process may be longer than 8 KiB. (An exception while
     PyTorch's own writer writes would end the process.)"""
@@ -181,6 +182,7 @@ def test_a_damaged_program(tmp_path: Path) -> None:
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_a_program_with_an_op_of_another_library(tmp_path: Path) -> None:
     """The command cannot know what defines it."""
     program = """

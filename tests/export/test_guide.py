@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.export import test_comparison
 from tests.regions import test_hops
 
 GUIDE = Path(__file__).parents[2] / "docs" / "export.md"
 
 
+@pytest.mark.slow
 def test_the_program_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     result = subprocess.run(

@@ -286,6 +286,7 @@ def by_kernel_of_any_size(v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return F.affine_grid(theta, (theta.shape[0], 1, 3, 3)).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "dynamic"), [(by_kernel, False), (by_kernel_of_any_size, True)])
 @pytest.mark.parametrize("place", [in_a_branch, in_a_map])
 def test_gradients_of_kernels_that_autocast_acts_in(
@@ -302,6 +303,7 @@ def test_gradients_of_kernels_that_autocast_acts_in(
 WHILE_LOOP_HAS_GRADIENTS = needs_torch(2, 13, because="while_loop has no gradients")
 
 
+@pytest.mark.slow
 @WHILE_LOOP_HAS_GRADIENTS
 @pytest.mark.parametrize("around", [BF16, FP16])
 def test_gradients_of_a_loop(around: dict[str, Any]) -> None:
@@ -433,6 +435,7 @@ def gradients_in_three_states(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "shape", "around"),
     [(nested_branches, (8, 8), FP16), (mapped, (3, 8, 8), FP16), (branches, (8, 8), None)],

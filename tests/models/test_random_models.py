@@ -100,6 +100,7 @@ def _difference(ours: Computed | Exception, expected: Computed) -> str | None:
     return difference(ours, expected)
 
 
+@pytest.mark.slow
 def test_random_models(request: pytest.FixtureRequest) -> None:
     programs = request.config.getoption("--programs")
     first = random.randrange(10**9) if programs else 0

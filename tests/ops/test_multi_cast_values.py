@@ -177,6 +177,7 @@ def test_stores_around_the_caches() -> None:
             assert_same_numbers(result, tensor.to(target, copy=True))
 
 
+@pytest.mark.slow
 @native
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_narrower_instruction_sets(capability: str) -> None:

@@ -32,6 +32,7 @@ def test_an_op_is_there_when_it_is_asked_for() -> None:
     )
 
 
+@pytest.mark.slow
 def test_torch_lists_it_among_its_namespaces() -> None:
     # torch.export looks there for composite ops to preserve.
     program = "print('smart_autocast' in torch.ops, len(list(torch.ops.smart_autocast)))"
@@ -87,6 +88,7 @@ print(x.grad)
     assert output_of(program, str(KERNEL_TIER.library)) == "tensor([1.])\n"
 
 
+@pytest.mark.slow
 def test_dynamo_traces_an_op_that_is_not_loaded_yet() -> None:
     program = """
 @torch.compile(backend="eager", fullgraph=True)
@@ -102,6 +104,7 @@ class Cast(torch.nn.Module):
         return torch.ops.smart_autocast.autocast_to_bf16(x)
 
 
+@pytest.mark.slow
 def test_a_saved_program_loads(tmp_path: Path) -> None:
     path = tmp_path / "program.pt2"
     torch.export.save(torch.export.export(Cast(), (torch.ones(1),)), path)

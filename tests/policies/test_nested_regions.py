@@ -101,6 +101,7 @@ def test_a_pattern_reaches_the_layers_that_it_names(
     assert_same_bits(run(compiled(model, policies), model, x, grad), wanted)
 
 
+@pytest.mark.slow
 def test_regions_in_regions() -> None:
     model, x = nn.Sequential(Pair(), Pair(), Pair()), torch.randn(3, 4)
     layers = [layer for pair in model for layer in (pair.first, pair.second)]

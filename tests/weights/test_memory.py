@@ -22,12 +22,14 @@ def peaks(calls: int) -> dict[str, float]:
     return {name: peak / parameters for name, (peak, _) in found.items()}
 
 
+@pytest.mark.slow
 def test_one_call_holds_no_more_than_eager() -> None:
     peak = peaks(1)
     assert 4 < peak["eager"] < 5.5  # gradients, and the last layer's cast
     assert peak["ours, scope"] <= 1.05 * peak["eager"]
 
 
+@pytest.mark.slow
 def test_calls_that_share_casts_hold_them_once() -> None:
     """Stock saves the casts of each call for the backward."""
     peak = peaks(4)

@@ -190,6 +190,7 @@ def play(
     return computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
 @torch._dynamo.config.patch(recompile_limit=100)  # one for each autocast state and grad mode
 def test_random_trainings(lifetime: str, request: pytest.FixtureRequest) -> None:

@@ -71,8 +71,10 @@ NOT = "not one_large and not in_the_caches and not one_by_one and not denormal"
 
 
 @pytest.mark.skipif(bool(os.environ.get(TIER_VARIABLE)), reason="this is the run of one tier")
-def test_interpreted() -> None:
+def test_interpreted(pytestconfig: pytest.Config) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NOT]
+    if share := pytestconfig.getoption("--share"):
+        command += ["--share", share]
     result = subprocess.run(
         [*command, *(str(HERE.parent / chosen) for chosen in CHOSEN)],
         cwd=HERE.parents[2],
