@@ -64,14 +64,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--share") is None:
         return
     share, shares = map(int, config.getoption("--share").split("/"))
-    cases = Counter(item.nodeid.partition("[")[0] for item in items)
-
-    def elsewhere(item: pytest.Item) -> bool:
-        many = item.get_closest_marker("slow") or cases[item.nodeid.partition("[")[0]] > 4
-        return bool(many) and zlib.crc32(item.nodeid.encode()) % shares != share - 1
-
-    config.hook.pytest_deselected(items=[item for item in items if elsewhere(item)])
-    items[:] = [item for item in items if not elsewhere(item)]
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    cases = Counter(tests)
+    kept, left_out = [], []
+    for item, test in zip(items, tests, strict=True):
+        shared = item.get_closest_marker("slow") or cases[test] > 4
+        elsewhere = shared and zlib.crc32(item.nodeid.encode()) % shares != share - 1
+        (left_out if elsewhere else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def pytest_configure(config: pytest.Config) -> None:

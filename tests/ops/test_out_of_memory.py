@@ -45,7 +45,6 @@ for call in (
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory as Linux does")
 @pytest.mark.skipif(
     KERNEL_TIER.name == "native" and TORCH < (2, 13), reason="torch cannot be asked before 2.13"
