@@ -4,6 +4,7 @@ validation nothing, and computes the same."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from autocast_backend import AutocastState
 from autocast_backend.validation import verdicts
-from tests.forked import forked
+from tests.forked import COMPILING, forked, printed
 from tests.support import BF16, graph_of, lower_with_report, needs_torch
 from tests.test_backend import run_python
 
@@ -92,10 +93,11 @@ def from_the_start(cache: Path, program: str) -> Any:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """The same, faster: with torch imported, and the hashes of strings that go with it."""
-    with forked() as run_program:
+    with forked(COMPILING) as run_program:
 
         def run(cache: Path, program: str, before: str = WITHOUT_KERNELS) -> Any:
-            said = run_program(before + program, TORCHINDUCTOR_CACHE_DIR=str(cache))
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+            said = printed(run_program(before + program, env=environment))
             return json.loads(said.splitlines()[-1])
 
         yield run

@@ -4,16 +4,19 @@ import importlib.machinery
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import autocast_backend
 from autocast_backend.ops import KERNEL_TIER
+from tests.forked import forked
 
 PACKAGE = Path(autocast_backend.__file__).parent
 LIBRARY = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+# It looks for packages such as ours, and should find the copy.
+END_OF_IMPORT = "import torch\ntorch._import_device_backends()\n"
 REPORT = """
 import torch, autocast_backend.ops as ops
 print("TIER", ops.KERNEL_TIER.name, "|", ops.KERNEL_TIER.reason)
@@ -29,12 +32,21 @@ def copy(tmp_path: Path) -> Path:
     return target
 
 
-def report(copy: Path, kernels: str = "", code: str = REPORT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "SMART_AUTOCAST_KERNELS": kernels, "PYTHONPATH": str(copy.parent)}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=environment, cwd=copy.parent, capture_output=True, text=True, timeout=120
-    )
+Report = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[Report]:
+    """Runs a program beside a copy of the package, with the tier that a variable asks for."""
+    with forked("import torch", TORCH_DEVICE_BACKEND_AUTOLOAD="0") as run:
+
+        def report(
+            copy: Path, kernels: str = "", program: str = REPORT, **environment: str
+        ) -> subprocess.CompletedProcess[str]:
+            environment = {**os.environ, "SMART_AUTOCAST_KERNELS": kernels, **environment}
+            return run(END_OF_IMPORT + program, env=environment, cwd=copy.parent)
+
+        yield report
 
 
 def error(result: subprocess.CompletedProcess[str]) -> str:
@@ -44,7 +56,7 @@ def error(result: subprocess.CompletedProcess[str]) -> str:
     return last
 
 
-def test_no_library_is_the_reference_tier_without_a_warning(copy: Path) -> None:
+def test_no_library_is_the_reference_tier_without_a_warning(report: Report, copy: Path) -> None:
     result = report(copy)
     assert result.returncode == 0, result.stderr
     assert (
@@ -54,14 +66,14 @@ def test_no_library_is_the_reference_tier_without_a_warning(copy: Path) -> None:
     assert "smart_autocast" not in result.stderr
 
 
-def test_no_library_is_an_error_where_native_is_asked_for(copy: Path) -> None:
+def test_no_library_is_an_error_where_native_is_asked_for(report: Report, copy: Path) -> None:
     message = error(report(copy, "native"))
     assert "SMART_AUTOCAST_KERNELS=native: there is no native library: expected" in message
     assert "pip install -e . --no-build-isolation" in message
 
 
 @pytest.mark.parametrize("kernels", ["", "native"])
-def test_library_of_another_python(copy: Path, kernels: str) -> None:
+def test_library_of_another_python(report: Report, copy: Path, kernels: str) -> None:
     (copy / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     result = report(copy, kernels)
     expected = (
@@ -78,7 +90,7 @@ def test_library_of_another_python(copy: Path, kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["", "native"])
-def test_library_that_does_not_load(copy: Path, kernels: str) -> None:
+def test_library_that_does_not_load(report: Report, copy: Path, kernels: str) -> None:
     """As one does that was built for a torch with other symbols."""
     (copy / LIBRARY).write_bytes(b"not a library")
     result = report(copy, kernels)
@@ -93,7 +105,7 @@ def test_library_that_does_not_load(copy: Path, kernels: str) -> None:
 
 @pytest.mark.skipif(KERNEL_TIER.name != "native", reason="no native library in use")
 @pytest.mark.parametrize("kernels", ["", "native"])
-def test_library_with_a_missing_symbol(copy: Path, kernels: str) -> None:
+def test_library_with_a_missing_symbol(report: Report, copy: Path, kernels: str) -> None:
     """The real library, with one function of the stable ABI renamed to one that no torch has."""
     assert KERNEL_TIER.library is not None
     content = KERNEL_TIER.library.read_bytes()
@@ -107,7 +119,7 @@ def test_library_with_a_missing_symbol(copy: Path, kernels: str) -> None:
 
 
 @pytest.mark.skipif(KERNEL_TIER.name != "native", reason="no native library in use")
-def test_library_of_other_sources(copy: Path) -> None:
+def test_library_of_other_sources(report: Report, copy: Path) -> None:
     assert KERNEL_TIER.library is not None
     shutil.copy(KERNEL_TIER.library, copy / LIBRARY)
     schemas = copy / "ops" / "schemas.py"
@@ -123,14 +135,14 @@ def test_library_of_other_sources(copy: Path) -> None:
     )
 
 
-def test_forced_reference_tier_loads_no_library(copy: Path) -> None:
+def test_forced_reference_tier_loads_no_library(report: Report, copy: Path) -> None:
     (copy / LIBRARY).write_bytes(b"not a library")
     result = report(copy, "reference")
     assert "TIER reference | SMART_AUTOCAST_KERNELS=reference" in result.stdout
     assert "smart_autocast" not in result.stderr
 
 
-def test_unknown_tier(copy: Path) -> None:
+def test_unknown_tier(report: Report, copy: Path) -> None:
     expected = "must be native, triton or reference, got 'cuda'; unset it"
     assert expected in error(report(copy, "cuda"))
 

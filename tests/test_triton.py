@@ -1,6 +1,5 @@
 """When the Triton tier is chosen, with no GPU needed."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 
 from autocast_backend import _native, _triton
 from autocast_backend._native import KernelTierError
-from tests.test_native import LIBRARY, copy  # noqa: F401 - a fixture is among them
+from tests.test_native import LIBRARY, Report, copy, report  # noqa: F401 - fixtures are among them
 
 pytest.importorskip("triton")
 CUDA_WITHOUT_A_GPU = "import torch; torch.version.cuda = '13.0'\n"
@@ -29,31 +28,13 @@ print("RIGHT", torch.equal(ops.multi_cast([x, x], torch.bfloat16)[0], x.bfloat16
 """
 
 
-def report(
-    copy: Path,  # noqa: F811
-    kernels: str = "",
-    before: str = "",
-    **environment: str,
-) -> subprocess.CompletedProcess[str]:
-    environment = {"SMART_AUTOCAST_KERNELS": kernels, "PYTHONPATH": str(copy.parent), **environment}
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", before + REPORT],
-        env={**kept, **environment},
-        cwd=copy.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def lines(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
     assert result.returncode == 0, result.stderr
     return dict(line.split(" ", 1) for line in result.stdout.splitlines())
 
 
-def test_cuda_without_a_native_library(copy: Path) -> None:  # noqa: F811
-    found = lines(report(copy, before=CUDA_WITHOUT_A_GPU))
+def test_cuda_without_a_native_library(report: Report, copy: Path) -> None:  # noqa: F811
+    found = lines(report(copy, program=CUDA_WITHOUT_A_GPU + REPORT, TRITON_INTERPRET=""))
     assert found == {
         "TIER": "reference",
         "CPU": found["CPU"],
@@ -66,17 +47,17 @@ def test_cuda_without_a_native_library(copy: Path) -> None:  # noqa: F811
     assert found["CPU"].endswith("| kernels {False}")
 
 
-def test_without_the_package_all_works(copy: Path) -> None:  # noqa: F811
+def test_without_the_package_all_works(report: Report, copy: Path) -> None:  # noqa: F811
     before = "import sys; sys.modules['triton'] = None\n" + CUDA_WITHOUT_A_GPU
-    found = lines(report(copy, before=before))
+    found = lines(report(copy, program=before + REPORT, TRITON_INTERPRET=""))
     assert found["CUDA"].startswith("reference: there is no native library that loads; no Triton:")
     assert found["CUDA"].endswith("| kernels {False}")
     assert (found["TIER"], found["RIGHT"]) == ("reference", "True")
 
 
-def test_forced_and_interpreted(copy: Path) -> None:  # noqa: F811
+def test_forced_and_interpreted(report: Report, copy: Path) -> None:  # noqa: F811
     (copy / LIBRARY).write_bytes(b"not a library")  # and is not loaded
-    found = lines(report(copy, "triton", TRITON_INTERPRET="1"))
+    found = lines(report(copy, "triton", REPORT, TRITON_INTERPRET="1"))
     assert found == {
         "TIER": "triton",
         "CPU": "triton: SMART_AUTOCAST_KERNELS=triton, TRITON_INTERPRET=1: interpreted "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autocast_backend.ops import KERNEL_TIER
+from tests.forked import forked, printed
 
 START = """
 import sys, torch
@@ -19,31 +19,33 @@ bf16 = torch.bfloat16
 """
 
 
-def output_of(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", START + program, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+Output = Callable[..., str]
 
 
-def test_an_op_is_there_when_it_is_asked_for() -> None:
+@pytest.fixture(scope="module")
+def output_of() -> Iterator[Output]:
+    with forked("import torch") as run:
+        yield lambda program, *arguments: printed(run(START + program, *arguments))
+
+
+def test_an_op_is_there_when_it_is_asked_for(output_of: Output) -> None:
     assert output_of("print(torch.ops.smart_autocast.multi_cast([torch.ones(1)], bf16))") == (
         "[tensor([1.], dtype=torch.bfloat16)]\n"
     )
 
 
 @pytest.mark.slow
-def test_torch_lists_it_among_its_namespaces() -> None:
+def test_torch_lists_it_among_its_namespaces(output_of: Output) -> None:
     # torch.export looks there for composite ops to preserve.
     program = "print('smart_autocast' in torch.ops, len(list(torch.ops.smart_autocast)))"
     assert output_of(program) == "True 0\n"
 
 
-def test_a_name_that_is_no_op_is_an_attribute_error() -> None:
+def test_a_name_that_is_no_op_is_an_attribute_error(output_of: Output) -> None:
     assert output_of("print(hasattr(torch.ops.smart_autocast, 'no_op'))") == "False\n"
 
 
-def test_two_threads_may_ask_first() -> None:
+def test_two_threads_may_ask_first(output_of: Output) -> None:
     program = """
 import threading
 together, dtypes = threading.Barrier(4), []
@@ -57,7 +59,7 @@ print(dtypes == [bf16] * 4)
     assert output_of(program) == "True\n"
 
 
-def test_a_thread_gets_no_op_before_all_of_it_is_there() -> None:
+def test_a_thread_gets_no_op_before_all_of_it_is_there(output_of: Output) -> None:
     """The native library has the kernels, Python adds the gradients after it."""
     program = """
 import threading
@@ -78,7 +80,7 @@ print(x.grad)
 
 
 @pytest.mark.skipif(KERNEL_TIER.library is None, reason="no native library")
-def test_a_library_that_was_loaded_alone_gets_its_gradients() -> None:
+def test_a_library_that_was_loaded_alone_gets_its_gradients(output_of: Output) -> None:
     program = """
 torch.ops.load_library(sys.argv[1])
 x = torch.ones(1, requires_grad=True)
@@ -89,7 +91,7 @@ print(x.grad)
 
 
 @pytest.mark.slow
-def test_dynamo_traces_an_op_that_is_not_loaded_yet() -> None:
+def test_dynamo_traces_an_op_that_is_not_loaded_yet(output_of: Output) -> None:
     program = """
 @torch.compile(backend="eager", fullgraph=True)
 def cast(x):
@@ -105,14 +107,14 @@ class Cast(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_a_saved_program_loads(tmp_path: Path) -> None:
+def test_a_saved_program_loads(output_of: Output, tmp_path: Path) -> None:
     path = tmp_path / "program.pt2"
     torch.export.save(torch.export.export(Cast(), (torch.ones(1),)), path)
     program = "print(torch.export.load(sys.argv[1]).module()(torch.ones(1)))"
     assert output_of(program, str(path)) == "tensor([1.], dtype=torch.bfloat16)\n"
 
 
-def test_torchscript_finds_an_op(tmp_path: Path) -> None:
+def test_torchscript_finds_an_op(output_of: Output, tmp_path: Path) -> None:
     # It wants the source in a file.
     path = tmp_path / "script.py"
     path.write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked import forked
+from tests.forked import COMPILING, forked, printed
 from tests.support import assert_same_bits
 
 from .support import Plain, bf16, casts_made, data, make, ours
@@ -74,10 +75,11 @@ PROCESS = """
 
 def test_two_processes_over_one_cache(tmp_path: Path) -> None:
     found, hits = [], []
-    with forked() as run:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    with forked(COMPILING) as run:
         for file in (tmp_path / "cold", tmp_path / "warm"):
             program = f"FILE = {str(file)!r}\n{textwrap.dedent(PROCESS)}"
-            hits.append(int(run(program, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))))
+            hits.append(int(printed(run(program, env=environment))))
             found.append(torch.load(file))
     assert hits == [0, 3]  # training, inference, inference with the casts outside
     assert_same_bits(found[1], found[0])
