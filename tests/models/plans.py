@@ -244,6 +244,8 @@ def put_right(plan: Plan) -> Plan:
         changed |= {"compiled_autograd": False}
     if Stashed in around:  # AOTAutograd gives zeros to the parameters of what only leaves something
         changed |= {"skips": ()}
+    if "condition" in names:  # AOTAutograd multiplies in another way in there (DESIGN.md)
+        changed |= {"noncontiguous": False}
     kinds = {kind for kind, *_ in plan.steps}
     if plan.compiled != "model" or "freeze" in kinds or "low" in kinds or "assign" in kinds:
         changed |= {"ddp": False}
