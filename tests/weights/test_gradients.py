@@ -449,6 +449,34 @@ def test_frozen_and_unused_parameters_get_no_gradient(lifetime: str) -> None:
     assert_same_bits(found, run(**EAGER))
 
 
+@LIFETIMES
+def test_weights_of_results_without_gradients_get_none(lifetime: str) -> None:
+    """In a graph that others of its results pass gradients through, of casts that were there."""
+
+    class Chooser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values, self.scores = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.values(x), self.scores(x).argmax(-1)
+
+    def run(**arguments: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model, x = make(Chooser), data(3, 8)
+        compiled = torch.compile(model, **arguments)
+        with bf16():
+            with torch.no_grad():
+                compiled(x)
+            values, _ = compiled(x)
+        values.float().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    found = run(**ours(weight_cache=lifetime))
+    assert [g is None for g in found] == [False, False, True, True]
+    assert_same_bits(found, run(**EAGER))
+
+
 def test_known_unused_outputs_give_zeros_in_place_of_no_gradient() -> None:
     """AOTAutograd's: docs/weights.md says so."""
 
