@@ -131,14 +131,24 @@ def test_modes_of_functions_do_not_see_the_casts(kind: Any, state: Any, lifetime
     assert_same_bits(steps(compiled=True), steps(compiled=False))
 
 
-def test_the_flags_are_left_as_they_were() -> None:
-    torch.set_autocast_enabled("cpu", False)
-    torch.set_autocast_dtype("cpu", torch.float16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("on", [True, False])
+def test_a_scope_starts_and_ends_whatever_the_flags_of_the_cpu_are(
+    on: bool, dtype: torch.dtype
+) -> None:
+    """They are off where autocast is on for a GPU. They are left as they were."""
+    torch.set_autocast_enabled("cpu", on)
+    torch.set_autocast_dtype("cpu", dtype)
     try:
-        current_scope()
-        assert not torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") is torch.float16
+        scope = current_scope()
+        assert scope is not None
+        assert scope.contents is not None
+        assert torch.is_autocast_enabled("cpu") == on
+        assert torch.get_autocast_dtype("cpu") is dtype
+        torch.clear_autocast_cache()
+        assert scope.contents is None
     finally:
+        torch.set_autocast_enabled("cpu", False)
         torch.set_autocast_dtype("cpu", torch.bfloat16)
         torch.clear_autocast_cache()
 
