@@ -418,6 +418,28 @@ def test_attributes_that_come_later_keep_no_model_for_good() -> None:
     assert [one() for one in freed] == [None] * 3
 
 
+def test_nor_where_the_memory_is_kept_for_cuda_graphs() -> None:
+    graph = graph_weights.GraphWeights(
+        [torch.bfloat16], [False], lasting=False, scoped=True, keep_memory=True
+    )
+    model = nn.Linear(8, 8).requires_grad_(False)
+    with bf16():
+        graph.casts([model.weight], graph.scope())
+    model.weight.owner = model  # type: ignore[attr-defined]
+    freed = weakref.ref(model)
+    assert len(cache.Shared.kept) == 1
+    del model
+    cache.Shared.sweep_at = 0
+    with cache.Shared.lock:
+        cache.forget_dead()
+    gc.collect()
+    assert freed() is None
+    cache.Shared.sweep_at = 0
+    with cache.Shared.lock:
+        cache.forget_dead()
+    assert not cache.Shared.kept
+
+
 def test_what_later_scopes_know_of_weights_keeps_nothing() -> None:
     """The compiled code lives on, for other models of the kind."""
     graph = graph_weights.GraphWeights([torch.bfloat16], [True], lasting=False, scoped=True)
