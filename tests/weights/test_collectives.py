@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autocast_backend._torch.writes import RECEIVING
-from autocast_backend.weights import cache
+from autocast_backend.weights import cache, cast
 from tests.support import assert_same_bits
 
 from .support import Plain, bf16, casts_made, data, make, ours
@@ -129,6 +129,28 @@ def test_works_are_forgotten(two_ranks: list[dist.ProcessGroup]) -> None:
         work.wait()
         most = max(most, len(cache.Shared.works))
     assert most == cache.MOST_WORKS
+
+
+class Pending:
+    """A work that is never done."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_sparse_tensors_are_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no storage that could be a weight's."""
+    monkeypatch.setattr(cache.Shared, "works", [])
+    cache._received([torch.eye(2).to_sparse()], [Pending()])
+    assert cache.being_received() == set()
+
+
+def test_a_tensor_that_is_freed_before_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed, held = torch.zeros(2), torch.zeros(2)
+    storages = [cast.ref_to_storage(freed), cast.ref_to_storage(held)]
+    monkeypatch.setattr(cache.Shared, "works", [(Pending(), storages)])
+    del freed
+    assert cache.being_received() == {held.untyped_storage()._cdata}
 
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
