@@ -203,10 +203,9 @@ class Known:
         known places in memory.
 
         Args:
+            weights: as many as are known.
             identities: what no other tensor has, of each.
         """
-        if len(weights) != len(self._ids):
-            return None
         versions = []
         for weight, one, address, storage, identity in zip(
             weights, self._ids, self._addresses, self._storages, identities, strict=True
