@@ -340,8 +340,6 @@ def _why_not_with_grad(node: fx.Node, casts: Sequence[fx.Node]) -> str | None:
     if not weight.requires_grad:
         return None
     others = [reader for reader in _readers(node) if reader not in casts]
-    if not others:
-        return None
     if any(runs_backward(reader.target) for reader in others):
         return "the graph computes gradients with respect to it"
     recorded = any(cast.meta["example_value"].requires_grad for cast in casts)

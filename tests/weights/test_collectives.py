@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autocast_backend._torch.writes import RECEIVING
 from autocast_backend.weights import cache, cast
+from autocast_backend.weights.graph_weights import GraphWeights
 from tests.support import assert_same_bits
 
 from .support import Plain, bf16, casts_made, data, make, ours
@@ -136,6 +137,22 @@ class Pending:
 
     def is_completed(self) -> bool:
         return False
+
+
+def test_a_weight_that_earlier_scopes_knew_is_being_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its casts are made of what is there at each call, which nobody counts."""
+    graph = GraphWeights([torch.bfloat16], [True], lasting=False, scoped=True)
+    weight = nn.Parameter(data(8, 8))
+    for _ in range(2):
+        with bf16():
+            graph.casts([weight], graph.scope())
+    monkeypatch.setattr(cache.Shared, "works", [(Pending(), [cast.ref_to_storage(weight)])])
+    with bf16():
+        for _ in range(2):
+            weight.data.mul_(2)
+            assert_same_bits(graph.casts([weight], graph.scope()), [weight.bfloat16()])
 
 
 def test_sparse_tensors_are_received(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autocast_backend import autocast_to_bf16, clear_weight_cache, multi_cast
 from autocast_backend.weights import cache, cast, graph_weights
+from tests.support import assert_same_bits
 
 from .support import Net, bf16, casts_made, data, make, ours
 
@@ -365,6 +366,24 @@ def test_another_weight_over_the_memory_of_one_that_was_freed(
             stale.append(not torch.equal(compiled(x), expected))
     assert len(set(ids)) < len(ids), "no id was given out again"
     assert any(stale) != checked
+
+
+def test_another_weight_over_the_memory_of_one_beside_one_that_is_known() -> None:
+    """Casts that are made at once are made of the weights that earlier scopes knew."""
+    graph = graph_weights.GraphWeights(
+        [torch.bfloat16] * 2, [True, True], lasting=False, scoped=True
+    )
+    same, former = nn.Parameter(data(8, 8)), nn.Parameter(data(8, 8))
+    for _ in range(2):
+        with bf16():
+            graph.casts([same, former], graph.scope())
+    another = nn.Parameter(former.detach())
+    with bf16():
+        for _ in range(2):
+            casts = graph.casts([same, another], graph.scope())
+            assert_same_bits(casts, [same.bfloat16(), another.bfloat16()])
+            with torch.no_grad():
+                another.mul_(2)
 
 
 def test_a_cast_does_not_keep_the_model_that_attributes_of_a_weight_lead_to() -> None:
