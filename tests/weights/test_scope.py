@@ -165,6 +165,16 @@ def test_each_weight_is_cast_once_in_a_scope() -> None:
     assert casts_made(lambda: calls(5)) == WEIGHTS
 
 
+def test_a_weight_that_a_graph_casts_twice_is_cast_once_in_each_scope() -> None:
+    """Its gradients add up in one node, as those of eager mode's cached cast do."""
+    graph = GraphWeights([torch.bfloat16] * 2, [True, True], lasting=False, scoped=True)
+    weight = nn.Parameter(data(8, 8))
+    for _ in range(3):
+        with bf16():
+            one, other = graph.casts([weight, weight], graph.scope())
+        assert one is other
+
+
 def test_graphs_share_the_casts_of_a_scope() -> None:
     model, x = make(), data(3, 8)
     one, other = (torch.compile(f, **ours()) for f in (model, lambda x: model.first(x)))
