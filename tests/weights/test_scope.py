@@ -175,6 +175,22 @@ def test_a_weight_that_a_graph_casts_twice_is_cast_once_in_each_scope() -> None:
         assert one is other
 
 
+def test_graphs_share_the_casts_of_scopes_whose_weights_they_know() -> None:
+    """Those are made at once. The memory of casts for calls without gradients goes then as well."""
+    graphs = [GraphWeights([torch.bfloat16], [True], lasting=False, scoped=True) for _ in range(2)]
+    without = GraphWeights([torch.bfloat16], [False], lasting=False, scoped=True)
+    weight = nn.Parameter(data(8, 8))
+    for _ in range(3):
+        with bf16(), torch.no_grad():
+            without.casts([weight], without.scope())
+        assert Shared.kept_on_cpu
+        with bf16():
+            (one,) = graphs[0].casts([weight], graphs[0].scope())
+            assert not Shared.kept_on_cpu
+            others = [graph.casts([weight], graph.scope())[0] for graph in graphs]
+        assert all(other is one for other in others)
+
+
 def test_graphs_share_the_casts_of_a_scope() -> None:
     model, x = make(), data(3, 8)
     one, other = (torch.compile(f, **ours()) for f in (model, lambda x: model.first(x)))
