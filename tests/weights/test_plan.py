@@ -322,6 +322,10 @@ def test_freezing_keeps_its_constants() -> None:
             )
             assert casts_inside(graphs) == [6]
             assert reasons(report) == {"Inductor's freezing makes weights constants"}
+    # Nothing is frozen where gradients are asked for.
+    graphs, report = plan_of(make(Plain), data(3, 8), inductor={"freezing": True})
+    assert casts_inside(graphs) == [2]
+    assert reasons(report) == {None}
 
 
 def writes_the_weight(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
