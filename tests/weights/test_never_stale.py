@@ -418,6 +418,12 @@ def test_attributes_that_are_copied_to_the_next_weight_over_one_memory(lifetime:
             assert [compiled(x)[0, 0].item() for _ in range(2)] == [8 * i] * 2
 
 
+def forget_dead_now() -> None:
+    cache.Shared.sweep_at = 0
+    with cache.Shared.lock:
+        cache.forget_dead()
+
+
 def test_attributes_that_come_later_keep_no_model_for_good() -> None:
     """Until casts are swept at the latest."""
     freed = []
@@ -430,9 +436,7 @@ def test_attributes_that_come_later_keep_no_model_for_good() -> None:
         freed.append(weakref.ref(model))
         del model, compiled
         torch._dynamo.reset()
-        cache.Shared.sweep_at = 0
-        with cache.Shared.lock:
-            cache.forget_dead()
+        forget_dead_now()
         gc.collect()
     assert [one() for one in freed] == [None] * 3
 
@@ -448,14 +452,10 @@ def test_nor_where_the_memory_is_kept_for_cuda_graphs() -> None:
     freed = weakref.ref(model)
     assert len(cache.Shared.kept) == 1
     del model
-    cache.Shared.sweep_at = 0
-    with cache.Shared.lock:
-        cache.forget_dead()
+    forget_dead_now()
     gc.collect()
     assert freed() is None
-    cache.Shared.sweep_at = 0
-    with cache.Shared.lock:
-        cache.forget_dead()
+    forget_dead_now()
     assert not cache.Shared.kept
 
 
@@ -476,9 +476,7 @@ def test_what_later_scopes_know_of_weights_keeps_nothing() -> None:
         one = freed(late)
         gc.collect()
         assert one() is None
-        cache.Shared.sweep_at = 0
-        with cache.Shared.lock:
-            cache.forget_dead()
+        forget_dead_now()
         assert not graph._known
 
 
