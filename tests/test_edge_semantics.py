@@ -197,6 +197,24 @@ def test_a_dtype_that_has_changed_since_is_an_error(function: Function, options:
     assert torch.equal(compiled(x), before)
 
 
+def test_a_dtype_that_autocast_did_not_support_has_changed_since() -> None:
+    """With it the region is off."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        _without_dtype, backend="smart_autocast", options={"inner": "aot_eager"}
+    )
+    x = randn(4, 4)
+    torch.set_autocast_dtype("cpu", torch.float32)
+    try:
+        with pytest.warns(UserWarning, match="not supported"):
+            expected = _without_dtype(x)
+        assert_same_bits(compiled(x), expected)
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+    with pytest.raises(RegionError, match=r"compiled for torch\.float32"):
+        compiled(x)
+
+
 def test_a_dtype_that_has_changed_since_and_nobody_reads() -> None:
     def explicit(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu"):

@@ -176,7 +176,6 @@ def _outline(module: fx.GraphModule, enter: fx.Node, exit_: fx.Node) -> fx.Graph
     for node in queue:
         for user in list(node.users):
             if user not in inner and _takes_apart(user, node):
-                exit_.prepend(user)
                 inner[user] = None
                 queue.append(user)
     body, operands, outputs = _body(module, inner)
@@ -185,7 +184,7 @@ def _outline(module: fx.GraphModule, enter: fx.Node, exit_: fx.Node) -> fx.Graph
     with graph.inserting_before(exit_):
         attribute = graph.get_attr(name)
         call = graph.call_function(wrap_with_autocast, (*_spelled_out(enter), attribute, *operands))
-    _describe(call, inner, outputs)
+    _describe(call, [enter, *inner], outputs)
     for i, output in enumerate(outputs):
         with graph.inserting_before(exit_):
             result = graph.call_function(operator.getitem, (call, i))
@@ -283,14 +282,15 @@ def _spelled_out(enter: fx.Node) -> Region:
     return spell(*arguments, **keywords)
 
 
-def _describe(call: fx.Node, inner: Iterable[fx.Node], outputs: Sequence[fx.Node]) -> None:
-    """The metadata that export's graphs have at such a call."""
+def _describe(call: fx.Node, region: Iterable[fx.Node], outputs: Sequence[fx.Node]) -> None:
+    """The metadata that export's graphs have at such a call: where it stands is told by the first
+    node of the region that knows."""
     for key in ("val", "example_value"):
         if all(key in n.meta for n in outputs):
             call.meta[key] = tuple(n.meta[key] for n in outputs)
     attribute = call.all_input_nodes[0]
     for key in ("nn_module_stack", "stack_trace"):
-        first = next((n.meta[key] for n in inner if n.meta.get(key)), None)
+        first = next((n.meta[key] for n in region if n.meta.get(key)), None)
         if first is not None:
             call.meta[key] = attribute.meta[key] = first
     call.meta["torch_fn"] = ("wrap_with_autocast", "WrapWithAutocast.wrap_with_autocast")

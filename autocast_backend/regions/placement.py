@@ -165,7 +165,7 @@ def dtypes_taken_over(
         states = {id(p): (p.state, tried[node].state) for node, p in placements.items()}
         for state, if_other in states.values():
             for d, o in zip(state.devices, if_other.devices, strict=True):
-                if d != o and (d.enabled or o.enabled):
+                if d != o and o.enabled:  # it is where `d` is: autocast knows the other dtype
                     found.add(d.device_type)
     return tuple((d.device_type, d.dtype) for d in now.devices if d.device_type in found)
 

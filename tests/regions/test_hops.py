@@ -159,6 +159,16 @@ def is_call(node: fx.Node) -> bool:
     return node.op == "call_function"
 
 
+def check_modules(module: fx.GraphModule) -> None:
+    """The code is the graph's, and there is no body that it does not name."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            part.graph.lint()
+            assert part.code == part.graph.python_code("self").src
+            named = {str(n.target) for n in part.graph.find_nodes(op="get_attr") if n.users}
+            assert {name for name, _ in part.named_children()} <= named
+
+
 def run(program: ExportedProgram) -> Any:
     module = program.module()
     for buffer in module.buffers():  # which all modules of a program share
@@ -171,12 +181,13 @@ def test_there_and_back_gives_the_same_program(function: Callable[..., Any]) -> 
     program = export(function)
     expected = run(program)
     flat, signature = hops_to_regions(program.graph_module, program.graph_signature)
-    flat.graph.lint()
+    check_modules(flat)
     assert calls(flat, wrap_with_autocast) == []
     assert len(calls(flat, enter_autocast)) == len(calls(flat, exit_autocast)) > 0
     back, signature = regions_to_hops(flat, signature)
     assert calls(back, enter_autocast) == calls(back, exit_autocast) == []
     assert calls(back, wrap_with_autocast)
+    check_modules(back)
 
     again = program._update(back, signature)
     assert_same_bits(run(again), expected)
@@ -186,7 +197,7 @@ def test_there_and_back_gives_the_same_program(function: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize("function", [one, nested, adjacent, in_a_branch])
 def test_where_torchs_own_pass_works_it_gives_the_same(function: Callable[..., Any]) -> None:
-    """The same calls with the same arguments, and the same results."""
+    """The same calls with the same arguments, metadata and results."""
     program = export(function)
     flat, _ = hops_to_regions(program.graph_module, program.graph_signature)
     ours, _ = regions_to_hops(flat)
@@ -195,6 +206,9 @@ def test_where_torchs_own_pass_works_it_gives_the_same(function: Callable[..., A
         sorted(str(n.args[:4]) for n in calls(m, wrap_with_autocast)) for m in (ours, theirs)
     ]
     assert arguments[0] == arguments[1] != []
+    meta = [[n.meta for n in calls(m, wrap_with_autocast)] for m in (ours, theirs)]
+    for key in ("nn_module_stack", "torch_fn"):
+        assert [m.get(key) or {} for m in meta[0]] == [m[key] for m in meta[1]]
     inputs = [*program.state_dict.values(), X]
     assert_same_bits(ours(*inputs), theirs(*inputs))
 
@@ -346,6 +360,16 @@ def test_an_empty_region_disappears() -> None:
     assert len(calls(regions_to_hops(flat)[0], wrap_with_autocast)) == 1
 
 
+def test_a_region_around_nothing_that_autocast_treats_disappears() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> None:
+        enter = graph.call_function(enter_autocast, ("cpu", BF16))
+        size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+        graph.call_function(exit_autocast, (enter,))
+        graph.call_function(torch.mul, (x, size))
+
+    assert calls(regions_to_hops(graph_with(build))[0], wrap_with_autocast) == []
+
+
 def test_a_region_with_nothing_but_a_side_effect_can_be_saved() -> None:
     """Torch's pass makes a call without a value, which cannot be loaded again."""
     program = export(only_a_side_effect)
@@ -426,6 +450,34 @@ def test_a_region_of_another_device_type_stays() -> None:
     assert len(calls(regions_to_hops(graph)[0], wrap_with_autocast)) == 2
     hops, _ = regions_to_hops(graph, outside=AutocastState.off().enter("cuda", FP16, False))
     assert [n.args[0] for n in calls(hops, wrap_with_autocast)] == ["cpu"]
+
+
+def test_a_region_without_a_dtype_stays() -> None:
+    """Nobody knows whether autocast is on around the graph: if so, the region changes nothing."""
+
+    def build(graph: fx.Graph, x: fx.Node) -> None:
+        enter = graph.call_function(enter_autocast, ("cpu", None, True, None))
+        graph.call_function(torch.sin, (x,))
+        graph.call_function(exit_autocast, (enter,))
+
+    graph = graph_with(build)
+    assert len(calls(regions_to_hops(graph)[0], wrap_with_autocast)) == 1
+    on = AutocastState.of({"device_type": "cpu", "dtype": BF16})
+    assert calls(regions_to_hops(graph, outside=on)[0], wrap_with_autocast) == []
+
+
+def test_a_region_that_changes_the_weight_cache_alone_stays() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> None:
+        opened = []
+        for cache_enabled in (None, False, None, False, True):
+            arguments = ("cpu", BF16, True, cache_enabled)
+            opened.append(graph.call_function(enter_autocast, arguments))
+            graph.call_function(torch.sin, (x,))
+        for enter in reversed(opened):
+            graph.call_function(exit_autocast, (enter,))
+
+    hops, _ = regions_to_hops(graph_with(build))
+    assert [n.args[3] for n in calls(hops, wrap_with_autocast)] == [None, False, True]
 
 
 def test_a_region_without_a_dtype_has_the_one_in_force() -> None:

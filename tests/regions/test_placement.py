@@ -16,7 +16,7 @@ OFF = AutocastState.off()
 
 def graph_of(*steps: str) -> tuple[fx.Graph, dict[str, fx.Node]]:
     """A graph from steps: a name is a call; `+a` enters region a (`-cpu`: switched off), `-a`
-    leaves it, `!` clears the weight cache."""
+    leaves it, `!` clears the weight cache, `?` sets a dtype by hand."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     opened: dict[str, fx.Node] = {}
@@ -31,6 +31,8 @@ def graph_of(*steps: str) -> tuple[fx.Graph, dict[str, fx.Node]]:
             graph.call_function(exit_autocast, (opened.get(name, x),))
         elif kind == "!":
             graph.call_function(torch.clear_autocast_cache)
+        elif kind == "?":
+            graph.call_function(torch.set_autocast_dtype, ("cpu", torch.bfloat16))
         else:
             calls[step] = graph.call_function(torch.sin, (x,))
     graph.output(x)
@@ -67,6 +69,21 @@ def test_clearing_the_cache_begins_a_new_scope_in_all_open_regions() -> None:
     scopes = {name: places[n].scope for name, n in calls.items()}
     assert scopes["a"] == scopes["b"] != scopes["c"] == scopes["d"]
     assert scopes["e"] is None
+
+
+def test_clearing_the_cache_where_no_region_is_open_begins_no_scope() -> None:
+    graph, calls = graph_of("!", "a", "+r", "b", "-r", "c", "+s", "d", "-s")
+    places = find_regions(graph, Placement(OFF, None))
+    scopes = {name: places[n].scope for name, n in calls.items()}
+    assert scopes["a"] is scopes["c"] is None
+    assert None is not scopes["b"] != scopes["d"] is not None
+
+
+def test_other_changes_of_the_state_begin_no_scope() -> None:
+    graph, calls = graph_of("+r", "a", "?", "b", "-r")
+    places = find_regions(graph, Placement(OFF, None))
+    assert places[calls["a"]].scope is places[calls["b"]].scope
+    assert places[calls["a"]].state != places[calls["b"]].state
 
 
 @pytest.mark.parametrize(
