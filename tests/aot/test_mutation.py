@@ -134,6 +134,14 @@ def writes_what_it_has_read(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y * cast + y[:, 1:] @ sine.t()
 
 
+def writes_what_a_call_took_two_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = mixed(w, w)
+    largest, places = x.max(1)
+    with torch.no_grad():
+        x.mul_(-1)
+    return y * largest + y.gather(1, places[:, None])
+
+
 def reads_what_it_has_written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = mixed(w, w)
     with torch.no_grad():
@@ -170,6 +178,7 @@ CASES = {
         Case(turns_and_writes, not_leaves, fullgraph=False),
         Case(half_without_grad, without_grad),
         Case(writes_what_it_has_read, without_grad),
+        Case(writes_what_a_call_took_two_of, without_grad),
         Case(reads_what_it_has_written, without_grad),
         Case(writes_under_a_view_without_grad, without_grad),
     )
@@ -215,6 +224,30 @@ def test_what_is_written_after_the_forward() -> None:
 def test_what_is_overwritten_is_saved_with_no_memory_for_it() -> None:
     with functorch_config.patch(activation_memory_budget=0.0):
         assert_like_the_oracle(CASES["writes_what_it_has_read"], "region")
+
+
+def test_what_need_not_be_copied_is_not() -> None:
+    """Of two that Inductor might take away, one is read by the backward. A sum it does not take
+    away."""
+    copies: list[int] = []
+
+    def count(graph_module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        copy = torch.ops.prims.clone.default
+        copies.append(sum(node.target is copy for node in graph_module.graph.nodes))
+        return graph_module.forward
+
+    def step(x: torch.Tensor, w: torch.Tensor, buffer: torch.Tensor) -> Any:
+        read, not_read = buffer.repeat(1, 1), buffer**1
+        y = x @ w * read * buffer.sum(1, keepdim=True)
+        with torch.no_grad():
+            buffer.mul_(-1)
+        return y, not_read + 1
+
+    torch._dynamo.reset()
+    inner = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    x, w = leaves()
+    torch.compile(step, backend="smart_autocast", options={"inner": inner})(x, w, w.detach() + 2)
+    assert copies[0] == 1
 
 
 def test_what_a_checkpoint_reads_is_read_again() -> None:
