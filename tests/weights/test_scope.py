@@ -153,8 +153,19 @@ def test_a_scope_starts_and_ends_whatever_the_flags_of_the_cpu_are(
         torch.clear_autocast_cache()
 
 
-def test_each_weight_is_cast_once_in_a_scope() -> None:
-    model, x = compiled_net(), data(3, 8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"validate": "dtype"},
+        {"validate": "off"},
+        {"policies": {"op": {"aten::linear": "lower_precision_fp"}}},
+    ],
+    ids=str,
+)
+def test_each_weight_is_cast_once_in_a_scope(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model, x = compiled_net(**options), data(3, 8)
 
     def calls(n: int) -> None:
         with bf16():
