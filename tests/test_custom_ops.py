@@ -237,9 +237,9 @@ def test_functions_that_dynamo_does_not_trace_read_weights_of_their_own() -> Non
     x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
     for _ in range(2):
         with torch.no_grad(), torch.autocast(**BF16):
-            actual = [compiled(x, w) for _ in range(2)]
+            actual = [compiled(x, w) for _ in range(2)] + [hidden(x)]
         with torch.no_grad(), torch.autocast(**BF16):
-            expected = [function(x, w) for _ in range(2)]
+            expected = [function(x, w) for _ in range(2)] + [hidden(x)]
             hidden.weight.mul_(2)
         assert_same_bits(actual, expected)
 

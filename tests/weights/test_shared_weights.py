@@ -22,6 +22,7 @@ from torch.func import grad, vmap
 from autocast_backend import explain, lower_autocast
 from autocast_backend.lowering.given import finding_casts
 from tests.support import BF16, FP16, assert_same_bits, capture, targets, tensors
+from tests.weights.support import data, ours
 
 Function = Callable[..., Any]
 AOT_EAGER = {"backend": "smart_autocast", "options": {"inner": "aot_eager"}}
@@ -317,6 +318,25 @@ def test_what_cannot_share_a_cast_is_not_compiled(
     assert "allow_in_graph hides" in caplog.text
     assert_same_bits(results(function, cache_enabled=False, **AOT_EAGER), expected[False])
     assert counters["smart_autocast"]["left_eager"] == 1  # no cast to share: compiled
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+def test_uncached_casts_of_a_weight_have_gradients_of_their_own(lifetime: str) -> None:
+    """Each is added to the weight's in float32."""
+
+    def uncached(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16, cache_enabled=False):
+            return (x @ w).sin() @ w
+
+    def gradient(**compile_arguments: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        x, w = data(3, 8), data(8, 8).requires_grad_()
+        with torch.autocast(**BF16):
+            y = torch.compile(uncached, **compile_arguments)(x, w)
+        (found,) = torch.autograd.grad(y.sum(), w)
+        return found
+
+    assert_same_bits(gradient(**ours(weight_cache=lifetime)), gradient(backend="eager"))
 
 
 def a_computed_tensor_first(part: Function, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
