@@ -712,6 +712,21 @@ def a_checkpoint_writes_to_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tup
     return x @ w, checkpoint(lambda c: c.mul_(2).sum(), autocast_to_bf16(w), use_reentrant=False)
 
 
+@torch._dynamo.allow_in_graph
+def doubles(cast: torch.Tensor) -> torch.Tensor:
+    return cast.mul_(2).sum()
+
+
+def a_function_writes_to_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
+    return x @ w, doubles(autocast_to_bf16(w))
+
+
+def a_list_call_writes_to_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
+    cast = autocast_to_bf16(w)
+    torch._foreach_mul_([cast], 2)
+    return x @ w, cast.sum()
+
+
 def a_transform_returns_a_smart_cast(w: torch.Tensor, x: torch.Tensor) -> tuple[Any, ...]:
     return x @ w, torch.vmap(lambda row: row.view(-1))(autocast_to_bf16(w))
 
@@ -732,6 +747,8 @@ def casts_for_nobody(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ..
         returns_a_smart_cast,
         a_checkpoint_returns_a_smart_cast,
         a_checkpoint_writes_to_a_smart_cast,
+        a_function_writes_to_a_smart_cast,
+        a_list_call_writes_to_a_smart_cast,
         a_transform_returns_a_smart_cast,
         casts_for_nobody,
     ],

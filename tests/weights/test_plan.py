@@ -94,6 +94,17 @@ def test_a_training_graph_is_compiled_once_with_its_casts_outside() -> None:
     ]
 
 
+def test_the_casts_of_a_frozen_weight_are_one_input() -> None:
+    """Eager autocast casts it for each call, to the same."""
+    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    graphs, report = plan_of(
+        nn.Sequential(layer, nn.Tanh(), layer), data(3, 8), weight_cache="version"
+    )
+    assert len(report.weights) == 2
+    assert reasons(report) == {None}
+    assert len(graphs[0].graph.find_nodes(op="placeholder")) == 2
+
+
 def test_a_step_of_the_optimizer_compiles_nothing() -> None:
     model, x = make(Plain), data(3, 8)
     compiled = torch.compile(model, **ours())
