@@ -696,6 +696,31 @@ def test_a_weight_that_one_call_reads_twice_without_a_cast(read: Any) -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 0
 
 
+@torch._dynamo.allow_in_graph
+def _reads_it_once(w: torch.Tensor) -> torch.Tensor:
+    sine = w.sin()
+    return sine * sine.cos()
+
+
+def test_a_weight_that_calls_read_one_after_another_without_a_cast() -> None:
+    """Each reads it once, though there are more ways to it: through the calls before, or through
+    what a call has made of it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w + x.cos() @ (_reads_it_once(w) * w + w)
+
+    def run(**arguments: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+        x, w = data(8, 8), data(8, 8).mul(0.3).requires_grad_()
+        with bf16():
+            loss = torch.compile(function, **arguments)(x, w).float().square().mean()
+        loss.backward()
+        return w.grad
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_weight_that_two_calls_read_without_a_cast(together: bool) -> None:
     """As T5's table, by two lookups and the output layer. From the second call of a scope on,
