@@ -19,6 +19,7 @@ each call has one of its own in eager mode.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -395,8 +396,10 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
     """Whether nobody knows how often a call reads a weight, or it gives it to other readers, whose
     gradients the weight gets."""
-    if is_higher_order_op(reader.target) or "example_value" not in reader.meta:
-        return True  # without: a cast inside a torch.func transform
+    if is_higher_order_op(reader.target):
+        return True
+    if "example_value" not in reader.meta:  # of a cast inside a torch.func transform, for one
+        return reader.target is not operator.setitem
     storage = weight.untyped_storage()._cdata
     return any(
         isinstance(leaf, torch.Tensor)

@@ -569,6 +569,11 @@ def _assigned(y: torch.Tensor, w: torch.Tensor) -> None:
     y[:] = y * w.detach() + w
 
 
+def _set(y: torch.Tensor, w: torch.Tensor) -> None:
+    y[:4] = w.detach()[4:]
+    y[:] = w
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -576,10 +581,12 @@ def _assigned(y: torch.Tensor, w: torch.Tensor) -> None:
         lambda y, w: y.mul_(w),
         lambda y, w: y.copy_(w),
         _assigned,
+        _set,
     ],
-    ids=["addmm_", "mul_", "copy_", "setitem"],
+    ids=["addmm_", "mul_", "copy_", "assigned", "setitem"],
 )
-def test_a_weight_that_a_call_reads_and_writes_elsewhere(write: Any) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_weight_that_a_call_reads_and_writes_elsewhere(before: bool, write: Any) -> None:
     """Two contexts and one backward: two gradients from reads without a cast, two from casts."""
 
     def run(**arguments: Any) -> torch.Tensor | None:
@@ -587,8 +594,12 @@ def test_a_weight_that_a_call_reads_and_writes_elsewhere(write: Any) -> None:
 
         def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             y = x * 1
-            write(y, w)
-            return y, torch.sin(x @ w) @ w
+            if before:
+                write(y, w)
+            z = torch.sin(x @ w) @ w
+            if not before:
+                write(y, w)
+            return y, z
 
         weight, loss = nn.Parameter(data(8, 8)), torch.zeros(())
         compiled = torch.compile(function, **arguments)
