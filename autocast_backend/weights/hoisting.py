@@ -369,7 +369,7 @@ def _terms(reader: fx.Node, weight: torch.Tensor) -> int:
     `w @ w` or `F.normalize(w)` that is twice. What a call writes to has its gradient's function
     from the last write: there all reads before and after it count, which may be too many."""
     given = [value for n in reader.all_input_nodes for value in _tensors(n)]
-    results = _tensors(reader) or given[:1]  # `x[:] = w` returns none
+    results = _results(reader) or []
     written = set(map(id, results))
     before = {grad_fn_of(value) for value in given if id(value) not in written}
     calls = [grad_fn_of(value) for value in results]
@@ -388,6 +388,14 @@ def _terms(reader: fx.Node, weight: torch.Tensor) -> int:
     return terms
 
 
+def _results(reader: fx.Node) -> list[torch.Tensor] | None:
+    """The tensors that a call gives, or that it writes to: `x[:] = w` gives none. None where nobody
+    knows, as of a cast inside a torch.func transform."""
+    if reader.target is operator.setitem:
+        reader = reader.args[0]  # type: ignore[assignment]
+    return None if reader.meta.get("example_value") is None else _tensors(reader)
+
+
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(node.meta.get("example_value"))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -396,18 +404,14 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 def _hands_on(reader: fx.Node, weight: torch.Tensor) -> bool:
     """Whether nobody knows how often a call reads a weight, or it gives it to other readers, whose
     gradients the weight gets."""
-    if is_higher_order_op(reader.target):
+    results = _results(reader)
+    if is_higher_order_op(reader.target) or results is None:
         return True
-    if "example_value" not in reader.meta:  # of a cast inside a torch.func transform, for one
-        return reader.target is not operator.setitem
     storage = weight.untyped_storage()._cdata
     return any(
-        isinstance(leaf, torch.Tensor)
-        and (
-            is_of_transform(leaf)
-            or (leaf.requires_grad and leaf.untyped_storage()._cdata == storage)
-        )
-        for leaf in pytree.tree_leaves(reader.meta["example_value"])
+        is_of_transform(result)
+        or (result.requires_grad and result.untyped_storage()._cdata == storage)
+        for result in results
     )
 
 
