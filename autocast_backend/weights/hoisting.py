@@ -262,6 +262,8 @@ _LOWERING_CASTS = tuple(
 )
 
 _PROMOTE = torch.ops.smart_autocast.promote.default
+_FULL = torch.ops.smart_autocast.autocast_to_full_precision.default
+_SMART_CASTS = (*_LOWERING_CASTS, _PROMOTE, _FULL)
 
 
 def _is_lowering_cast(node: fx.Node) -> bool:
@@ -368,7 +370,7 @@ def _terms(reader: fx.Node, weight: torch.Tensor) -> int:
     """How many gradients a call hands to a weight: one for each time it reads it, and inside of
     `w @ w` or `F.normalize(w)` that is twice. What a call writes to has its gradient's function
     from the last write: there all reads before and after it count, which may be too many."""
-    given = [value for n in reader.all_input_nodes for value in _tensors(n)]
+    given = [value for n in _inputs_and_what_they_cast(reader) for value in _tensors(n)]
     results = _results(reader) or []
     written = set(map(id, results))
     before = {grad_fn_of(value) for value in given if id(value) not in written}
@@ -386,6 +388,17 @@ def _terms(reader: fx.Node, weight: torch.Tensor) -> int:
             else:
                 calls.append(earlier)
     return terms
+
+
+def _inputs_and_what_they_cast(reader: fx.Node) -> list[fx.Node]:
+    """What a call takes, and what lowering casts for it: a result from before lowering goes back to
+    what was cast by a cast of its own."""
+    inputs = list(reader.all_input_nodes)
+    for node in inputs:
+        for maker in node.all_input_nodes if node.target is operator.getitem else [node]:
+            if maker.target in _SMART_CASTS:
+                inputs += maker.all_input_nodes
+    return inputs
 
 
 def _results(reader: fx.Node) -> list[torch.Tensor] | None:

@@ -687,6 +687,34 @@ def test_a_weight_that_a_call_reads_beside_a_dynamic_size() -> None:
     assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y, w: torch.cat([y, w]),
+        lambda y, w: torch.addcmul(y, y, w),
+        lambda y, w: nn.functional.mse_loss(y, w, reduction="none"),
+    ],
+    ids=["cat", "addcmul", "mse_loss"],
+)
+def test_a_weight_that_a_call_reads_beside_a_product_with_it(read: Any) -> None:
+    """The product is cast to float32 for a call that reads the weight without a cast."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return read(x @ w, w)
+
+    def run(**arguments: Any) -> torch.Tensor | None:
+        torch._dynamo.reset()
+        w = nn.Parameter(data(8, 8).mul(0.3))
+        compiled = torch.compile(function, **arguments)
+        with bf16():
+            loss = sum(compiled(x, w).float().square().mean() for x in data(2, 8, 8))
+        loss.backward()  # type: ignore[union-attr]
+        return w.grad
+
+    expected = run(**EAGER)
+    assert casts_made(lambda: assert_same_bits(run(**ours()), expected)) == 1
+
+
 def casts_with_eagers_gradient(function: Callable[..., torch.Tensor]) -> int:
     """How many casts one call and its backward make, whose gradient of the weight is eager's."""
 
