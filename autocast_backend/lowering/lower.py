@@ -97,7 +97,8 @@ def _judged(
         outside = context.outside
         plans = list(plan_graph(graph_module, outside, torch.is_grad_enabled(), context.overridden))
     candidates = [c for plan in plans for c in plan.candidates]
-    fake_mode = fake_mode_of([c.node.meta.get("example_value") for c in candidates])
+    nodes = (node for plan in plans for node in plan.module.graph.nodes)
+    fake_mode = fake_mode_of(node.meta.get("example_value") for node in nodes)
     with report.timed("validation"):
         if not context.watched:
             _refuse_opaque(candidates)

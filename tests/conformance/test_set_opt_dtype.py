@@ -13,15 +13,16 @@ from autocast_backend.state import AutocastState
 from tests.conformance.one_call import call_under, compare, lowered, tensors_of
 from tests.support import targets
 
-STATE = AutocastState.of({"device_type": "cuda", "dtype": torch.float16})
 X = "x"  # stands for the tensor
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (F.softmax, (X, 1), {"_stacklevel": 5}, "softmax.int"),
     (F.log_softmax, (X,), {"dim": -1}, "log_softmax.int"),
     (torch.softmax, (), {"input": X, "dim": 0}, "softmax.int"),
     ("softmax", (X, 0), {}, "softmax.int"),
+    (torch.log_softmax, (X, 1), {}, "log_softmax.int"),
     (torch.sum, (), {"input": X}, "sum"),
     (torch.sum, (X, [0, 1]), {}, "sum.dim_IntList"),
+    ("sum", (X, 0, True), {}, "sum.dim_IntList"),
     ("sum", (X,), {"dim": 0, "keepdim": True}, "sum.dim_IntList"),
     (torch.prod, (X,), {}, "prod"),
     ("prod", (X, 1), {}, "prod.dim_int"),
@@ -35,16 +36,18 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.usefixtures("autocast_without_device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("target", "args", "kwargs", "becomes"), CALLS)
 def test_every_way_to_call_it(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], becomes: str
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], becomes: str, dtype: torch.dtype
 ) -> None:
+    state = AutocastState.of({"device_type": "cuda", "dtype": dtype})
     with tensors_of("cuda"):
-        x = torch.empty(3, 3, device="cuda", dtype=torch.float16)
+        x = torch.empty(3, 3, device="cuda", dtype=dtype)
         args = tuple(x if a is X else a for a in args)
         kwargs = {k: x if v is X else v for k, v in kwargs.items()}
-        module, report = lowered(target, args, kwargs, STATE)
-        expected = call_under(STATE, target, args, kwargs)
+        module, report = lowered(target, args, kwargs, state)
+        expected = call_under(state, target, args, kwargs)
         compare(call_under(AutocastState.off(), module, [x]), expected, bits=False)
     assert [t.dtype for t in expected.values] == [torch.float32]
     assert (report.lowered, report.bracketed) == (1, [])
