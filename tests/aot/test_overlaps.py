@@ -227,6 +227,20 @@ def test_what_does_not_overlap_is_not_compiled_again() -> None:
         values(compiled, ["overlapping", "apart"])
 
 
+def test_overlaps_of_what_is_only_read_do_not_matter() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        z.mul_(3)
+        return x @ y
+
+    compiled = torch.compile(function, dynamic=False, **AOT_EAGER)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for name in ("overlapping", "apart", "overlapping_less"):
+            z = torch.ones(4)
+            x, y = INPUTS[name](torch.arange(64.0).sin())
+            with torch.autocast(**BF16):
+                assert_same_bits([compiled(x, y, z), z], [x @ y, torch.full((4,), 3.0)])
+
+
 def turned(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     x.mul_(3)
     return [y.t(), y[:1]]
