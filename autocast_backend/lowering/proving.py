@@ -92,7 +92,7 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     if not comes_with_torch(c.node.target) and (weights := _weights(c)):
         # A user's rule may cast without eager's weight cache.
         again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad, weights)
-        state = replace(state, cache_enabled=state.cache_enabled and not again)
+        state = replace(state, cache_enabled=not again)
 
     def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:
         return observe(
