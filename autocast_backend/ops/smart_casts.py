@@ -17,6 +17,16 @@ import torch
 from torch import Tensor
 
 _ops = torch.ops.smart_autocast
+SMART_CASTS = frozenset(
+    {
+        _ops.autocast_to_fp16.default,
+        _ops.autocast_to_bf16.default,
+        _ops.autocast_to_reduced_precision.default,
+        _ops.autocast_to_full_precision.default,
+        _ops.promote.default,
+    }
+)
+"""The ops of these functions, as the nodes of a graph name them."""
 # Saves asking PyTorch about the names that nearly all calls use.
 _COMMON_DEVICE_TYPES = frozenset({"cpu", "cuda", "xpu", "mps", "meta"})
 

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
 from .._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
 from .._torch.dynamo import input_name
 from ..graphs import names_of
 from ..lowering.bodies import Bodies
+from ..ops.smart_casts import SMART_CASTS
 from ..regions import source_line
 from .report import Report
 
@@ -184,17 +184,7 @@ def _rows_of_bodies(
             yield from _rows_of_graph(child, names, under)
 
 
-_SMART_CASTS = {
-    getattr(torch.ops.smart_autocast, name).default
-    for name in (
-        "autocast_to_fp16",
-        "autocast_to_bf16",
-        "autocast_to_reduced_precision",
-        "autocast_to_full_precision",
-        "promote",
-    )
-}
-_OF_CALLS = {*_SMART_CASTS, torch.ops.smart_autocast.full_precision_dtype.default}
+_OF_CALLS = {*SMART_CASTS, torch.ops.smart_autocast.full_precision_dtype.default}
 """What lowering writes beside a call, for its arguments."""
 
 
@@ -220,7 +210,7 @@ def _cast_of(node: fx.Node, names: _Names) -> Cast | None:
     if _is_item(node):
         cast, position = arguments
         source = cast.args[0][position]
-    elif node.target in _SMART_CASTS and isinstance(arguments[0], fx.Node):
+    elif node.target in SMART_CASTS and isinstance(arguments[0], fx.Node):
         cast, source = node, arguments[0]
     else:
         return None

@@ -47,6 +47,7 @@ from ..graphs import copy_graph, names_of
 from ..lowering.bodies import Bodies
 from ..lowering.proving import written_and_returned
 from ..lowering.writing import CACHED
+from ..ops.smart_casts import SMART_CASTS
 from ..reports.report import WeightCast
 from ..validation.compare import is_weight
 from .cache import fsdp_error
@@ -262,8 +263,6 @@ _LOWERING_CASTS = tuple(
 )
 
 _PROMOTE = torch.ops.smart_autocast.promote.default
-_FULL = torch.ops.smart_autocast.autocast_to_full_precision.default
-_SMART_CASTS = (*_LOWERING_CASTS, _PROMOTE, _FULL)
 
 
 def _is_lowering_cast(node: fx.Node) -> bool:
@@ -396,7 +395,7 @@ def _inputs_and_what_they_cast(reader: fx.Node) -> list[fx.Node]:
     inputs = list(reader.all_input_nodes)
     for node in inputs:
         for maker in node.all_input_nodes if node.target is operator.getitem else [node]:
-            if maker.target in _SMART_CASTS:
+            if maker.target in SMART_CASTS:
                 inputs += maker.all_input_nodes
     return inputs
 
