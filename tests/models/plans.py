@@ -244,7 +244,8 @@ def put_right(plan: Plan) -> Plan:
         changed |= {"compiled_autograd": False}
     if Stashed in around:  # AOTAutograd gives zeros to the parameters of what only leaves something
         changed |= {"skips": ()}
-    if "condition" in names:  # AOTAutograd multiplies in another way in there (DESIGN.md)
+    # AOTAutograd multiplies in another way in there, or copies gradients first (DESIGN.md).
+    if "condition" in names or (InFullPrecision in around and plan.in_parts()):
         changed |= {"noncontiguous": False}
     kinds = {kind for kind, *_ in plan.steps}
     if plan.compiled != "model" or "freeze" in kinds or "low" in kinds or "assign" in kinds:
