@@ -53,10 +53,13 @@ class CastReport:
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[CastReport]:
+def collecting(*, stats: bool = False) -> Iterator[CastReport]:
     """Report on each graph that `backend="smart_autocast"` lowers in a `with` block, in any thread.
 
     What was compiled before is not compiled again, and so not reported.
+
+    Args:
+        stats: whether the graphs count what becomes of values. No compiler can trace them then.
     """
     report = CastReport()
 
@@ -66,7 +69,10 @@ def collecting() -> Iterator[CastReport]:
         rows = tuple(rows_of(graph_module, under))
         at = f" ({rows[0].place})" if rows else ""
         title = f"graph {len(report.graphs) + 1}{at}, under {context.ambient}"
-        report.graphs.append(GraphReport(title, context.report, rows))
+        graph = GraphReport(title, context.report, rows)
+        report.graphs.append(graph)
+        if stats:
+            graph.stats.count_in(graph_module)
 
     backend.listeners.append(add)
     try:
@@ -76,7 +82,9 @@ def collecting() -> Iterator[CastReport]:
         backend.listeners.remove(add)
 
 
-def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., CastReport]:
+def explain(
+    fn: Callable[..., Any], *arguments: Any, stats: bool = False, **options: Any
+) -> Callable[..., CastReport]:
     """What `torch.compile(fn, backend="smart_autocast", options=options)` does to each call.
 
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -89,6 +97,9 @@ def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable
     Args:
         fn: a function or module, compiled already or not.
         arguments: none; those of `fn` go to what this returns.
+        stats: also count, while `fn` runs, what each cast loses and which results of calls are not
+            finite. Casts inside of calls that stay under autocast, and what runs inside of a
+            `torch.func` transform, are not counted; what a checkpoint runs again is so twice.
         options: those of the backend, as keyword arguments. `inner` and `inductor` are checked,
             and change nothing.
 
@@ -97,7 +108,7 @@ def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable
         mode and the arguments that it is called with.
 
     Raises:
-        TypeError: `fn` cannot be called, or there are `arguments`.
+        TypeError: `fn` cannot be called, there are `arguments`, or `stats` is no bool.
         OptionValueError, OptionTypeError: options that cannot be, before `fn` runs.
     """
     if not callable(fn):
@@ -107,6 +118,8 @@ def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable
             f"explain: expected a function or a module alone; got {len(arguments)} more: call what "
             "it returns with them, as explain(model)(x)"
         )
+    if not isinstance(stats, bool):
+        raise OptionTypeError(f"stats: expected True or False; got {stats!r}")
     for name in ("options", "mode", "backend"):
         if name in options:
             raise OptionTypeError(
@@ -119,7 +132,7 @@ def explain(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Callable
     def run(*args: Any, **kwargs: Any) -> CastReport:
         torch.compiler.reset()
         try:
-            with collecting() as report:
+            with collecting(stats=stats) as report:
                 compiled = torch.compile(
                     uncompiled(fn), backend=backend.smart_autocast, options=options
                 )

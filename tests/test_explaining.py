@@ -208,6 +208,17 @@ def test_a_bracket_is_under_the_states_of_all_device_types() -> None:
     assert [row.under for row in graph.rows] == ["cpu: bfloat16, xpu: float16"]
 
 
+def test_what_lowering_writes_into_a_bracketed_body_is_no_call_of_the_program() -> None:
+    head = nn.Linear(4, 4)
+
+    def branches(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, head, lambda x: head(-x), (x,))
+
+    with torch.autocast(**BF16):
+        (graph,) = explain(branches)(torch.ones(2, 4)).graphs
+    assert [row.call for row in graph.rows if row.under] == ["cond", "linear", "neg", "linear"]
+
+
 def test_graph_breaks_and_regions_in_the_code() -> None:
     def region(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):

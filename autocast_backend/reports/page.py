@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable
 
 from .rows import GraphReport, Row
+from .stats import CastCounts, ResultCounts
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -51,7 +52,7 @@ def _section(graph: GraphReport) -> str:
         asked=_list("Other policies", (f"{n}: {o}" for n, o in graph.summary.overridden.items()))
         + _list("Not named", graph.summary.passed_over),
         weights=_list("Casts of weights", graph.summary.weights),
-        rows="\n".join(map(_row, graph.rows)),
+        rows="\n".join(_row(graph, row) for row in graph.rows),
     )
 
 
@@ -60,9 +61,15 @@ def _list(title: str, items: Iterable[object]) -> str:
     return f"<h3>{title}</h3>\n<ul>\n{lines}</ul>\n" if lines else ""
 
 
-def _row(row: Row) -> str:
-    casts = "; ".join(f"{cast} ({cast.op})" for cast in row.casts)
+def _row(graph: GraphReport, row: Row) -> str:
+    stats = graph.stats
+    casts = (_told(f"{cast} ({cast.op})", stats.casts.get(cast.node)) for cast in row.casts)
+    results = _told(", ".join(row.results), stats.results.get(row.name))
     kind = "kept" if row.under else "lowered" if row.casts else "untouched"
-    cells = (row.name, row.call, ", ".join(row.arguments), ", ".join(row.results), casts)
+    cells = (row.name, row.call, ", ".join(row.arguments), results, "; ".join(casts))
     texts = (*cells, row.under or "off", row.line)
     return f'<tr class="{kind}">' + "".join(f"<td>{html.escape(t)}</td>" for t in texts) + "</tr>"
+
+
+def _told(what: str, counts: CastCounts | ResultCounts | None) -> str:
+    return f"{what}, {counts}" if counts else what

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,12 +12,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
+from .._torch.dispatch import pass_autograd_keys, put_back_autograd_keys
 from .._torch.dynamo import input_name
 from ..graphs import names_of
 from ..lowering.bodies import Bodies
 from ..ops.smart_casts import SMART_CASTS
 from ..regions import source_line
 from .report import Report
+from .stats import GraphStats, is_item_of_promote, source_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Cast:
         op: the smart cast.
         source, result: dtypes, for the tensors the graph was made for; the same where the smart
             cast gives the tensor itself.
-        node: its name in the graph; of one in a body, after the name of the body.
+        node: the result's name in the graph; of one in a body, after the name of the body.
     """
 
     value: str
@@ -82,32 +83,39 @@ class GraphReport:
         summary: what was done in numbers, what stays under autocast and why, and where the casts
             of weights are made.
         rows: every call, in order.
+        stats: what the calls counted, if they were to.
     """
 
     title: str
     summary: Report
     rows: tuple[Row, ...]
+    stats: GraphStats = field(default_factory=GraphStats)
 
     def __str__(self) -> str:
         """The calls that autocast or the option `policies` has to do with, and the casts that they
-        get."""
+        get; and those whose results are not finite."""
         reasons = {b.node: b.reason for b in self.summary.bracketed}
-        places = {weight.node: weight.place for weight in self.summary.weights}
         lines = [f"{self.title}: {self.summary}"]
         lines += [f"  {told}" for told in self.summary.passed_over]
         for row in self.rows:
             asked = self.summary.overridden.get(row.name)
             under = "" if self.summary.keepers else row.under  # said of all calls, above
-            if not row.casts and not under and not asked:
+            results = self.stats.results.get(row.name)
+            if not (row.casts or under or asked or results):
                 continue
-            lines.append(f"  {row.place}  {row.call} -> {', '.join(row.results)}")
+            told = [*row.results, str(results)] if results else row.results
+            lines.append(f"  {row.place}  {row.call} -> {', '.join(told)}")
             lines += [f"    {asked}"] if asked else []
             if under:
                 lines.append(f"    stays under {under}: {reasons.get(row.name, 'as its body')}")
-            for cast in row.casts:
-                made = places.get(cast.node)
-                lines.append(f"    {cast}" + (f", {made}" if made else ""))
+            lines += [f"    {self.told_of(cast)}" for cast in row.casts]
         return "\n".join(lines)
+
+    def told_of(self, cast: Cast) -> str:
+        """A cast, where it is made if that may be outside of the graph, and what it counted."""
+        places = [weight.place for weight in self.summary.weights if weight.node == cast.node]
+        counts = self.stats.casts.get(cast.node)
+        return ", ".join([str(cast), *places]) + (f", {counts}" if counts else "")
 
 
 def rows_of(module: fx.GraphModule, under: Mapping[str, str] | None = None) -> Iterator[Row]:
@@ -187,35 +195,29 @@ def _rows_of_bodies(
 _OF_CALLS = {*SMART_CASTS, torch.ops.smart_autocast.full_precision_dtype.default}
 """What lowering writes beside a call, for its arguments."""
 
+_OF_BODIES = {pass_autograd_keys, put_back_autograd_keys}
+"""What stands around the calls of a body that stays under autocast."""
+
 
 def _is_of_a_call(node: fx.Node) -> bool:
-    """Whether a node is written for another call, and has no row of its own. A smart cast that the
+    """Whether a node is written for other calls, and has no row of its own. A smart cast that the
     user calls, and whose result no call reads, has one."""
-    if node.target not in _OF_CALLS and not _is_item(node):
+    if node.target in _OF_BODIES:
+        return True
+    if node.target not in _OF_CALLS and not is_item_of_promote(node):
         return False
     return any(user.op != "output" for user in node.users)
 
 
-def _is_item(node: Any) -> bool:
-    """Whether a node takes one tensor out of what `promote` gives, a list."""
-    return (
-        node.target is operator.getitem
-        and node.args[0].target is torch.ops.smart_autocast.promote.default
-    )
-
-
 def _cast_of(node: fx.Node, names: _Names) -> Cast | None:
     """The smart cast a value comes from."""
-    arguments: Any = node.args
-    if _is_item(node):
-        cast, position = arguments
-        source = cast.args[0][position]
-    elif node.target in SMART_CASTS and isinstance(arguments[0], fx.Node):
-        cast, source = node, arguments[0]
-    else:
+    source = source_of(node)
+    if source is None:
         return None
-    value, op = names.value(source), _name(cast.target)
-    return Cast(value, op, _dtype(source), _dtype(node), names.nodes[cast])
+    cast: Any = node.args[0] if is_item_of_promote(node) else node
+    return Cast(
+        names.value(source), _name(cast.target), _dtype(source), _dtype(node), names.nodes[node]
+    )
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:

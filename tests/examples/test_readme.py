@@ -26,10 +26,10 @@ assert (stats.overflows, stats.underflows) == (1, 1)
 @pytest.mark.slow
 def test_the_programs_run() -> None:
     programs = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(programs) == 6
+    assert len(programs) == 7
     # One fresh process: the first program must find the backend without an import of ours.
     command = [sys.executable, "-c", "\n".join([*programs, CHECKS])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    explained = "0.weight: float32 -> bfloat16, outside of the graph"
-    assert explained in result.stdout
+    assert "0.weight: float32 -> bfloat16, outside of the graph" in result.stdout
+    assert "matmul -> float16, 16 of 16 infinite" in result.stdout
