@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from autocast_backend import AutocastState
@@ -724,6 +725,24 @@ def test_a_bracket_survives_the_process(store: Path) -> None:
     second = lower()
     assert (first.checked, second.checked) == (1, 0)
     assert [str(b) for b in first.bracketed] == [str(b) for b in second.bracketed] != []
+
+
+def test_a_bracket_of_a_process_without_the_kernels_of_autograd_is_not_anothers(
+    store: Path,
+) -> None:
+    """Dynamo's errors inside of `torch.func.jvp` may leave a process like that."""
+
+    def bracketed() -> list[str]:
+        verdicts.forget()
+        state = AutocastState.of(BF16)
+        with FakeTensorMode():
+            x, w = torch.empty(2, 4, 4), torch.empty(4, 4, requires_grad=True)
+            report = lower_with_report(graph_of(F.linear, (x, w), {}, state), state)
+        return [b.call for b in report.bracketed]
+
+    with torch._C._AutoDispatchBelowAutograd():
+        assert bracketed() == ["linear"]
+    assert bracketed() == []
 
 
 def test_code_that_may_change_between_processes_is_asked_again(store: Path) -> None:
