@@ -73,8 +73,11 @@ from .weights.plan import WeightPlan
 log = _logging.log
 _logging.register()
 
-listeners: list[Callable[[fx.GraphModule, Context], None]] = []
-"""Called with each graph once it is lowered, before anything else is done with it."""
+Inner = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+listeners: list[Callable[[fx.GraphModule, Context], Inner | None]] = []
+"""Called with each graph once it is lowered, before anything else is done with it. What one returns
+compiles the graph in the inner compiler's place."""
 
 
 class NotCompiledError(pass_through_error(), RuntimeError):  # type: ignore[misc]
@@ -182,9 +185,9 @@ def _compile(
             report=report,
         )
     tell(graph_module, context)
-    for listener in listeners:
-        listener(graph_module, context)
     inner = _inner(parsed, autocast=bool(report.nodes or report.overridden))
+    for listener in listeners:
+        inner = listener(graph_module, context) or inner
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as stack:
@@ -253,7 +256,7 @@ def _region(
     )
 
 
-def _inner(options: Options, *, autocast: bool) -> Callable[..., Any]:
+def _inner(options: Options, *, autocast: bool) -> Inner:
     """The inner compiler.
 
     Args:

@@ -62,11 +62,17 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain",
         help="run a Python program, then say what became of each call that it compiled",
-        usage="%(prog)s [-h] [--report FILE] PROGRAM [ARGUMENTS]",
+        usage="%(prog)s [-h] [--stats] [--report FILE] PROGRAM [ARGUMENTS]",
     )
     explain.add_argument("program", type=Path, metavar="PROGRAM", help="a Python file")
     of_program = explain.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     of_program.required = False  # so that an error does not name them
+    explain.add_argument(
+        "--stats",
+        action="store_true",
+        help="count what casts lose and which results are not finite, in code that runs op by op; "
+        "comes before PROGRAM",
+    )
     explain.add_argument(
         "--report", type=Path, metavar="FILE", help="write an HTML page too; comes before PROGRAM"
     )
@@ -119,7 +125,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     sys.argv = [str(program), *options.arguments]
     sys.path[0] = str(program.resolve().parent)
-    with collecting() as report:
+    with collecting(stats=options.stats) as report:
         try:
             runpy.run_path(str(program), run_name="__main__")
         finally:

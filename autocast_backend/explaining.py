@@ -59,11 +59,11 @@ def collecting(*, stats: bool = False) -> Iterator[CastReport]:
     What was compiled before is not compiled again, and so not reported.
 
     Args:
-        stats: whether the graphs count what becomes of values. No compiler can trace them then.
+        stats: whether the graphs count what becomes of values. They run op by op then.
     """
     report = CastReport()
 
-    def add(graph_module: fx.GraphModule, context: Context) -> None:
+    def add(graph_module: fx.GraphModule, context: Context) -> backend.Inner | None:
         eager = context.ambient.enabled_devices if context.report.keepers else ()
         under = {d.device_type: str(d.dtype).removeprefix("torch.") for d in eager}
         rows = tuple(rows_of(graph_module, under))
@@ -71,8 +71,10 @@ def collecting(*, stats: bool = False) -> Iterator[CastReport]:
         title = f"graph {len(report.graphs) + 1}{at}, under {context.ambient}"
         graph = GraphReport(title, context.report, rows)
         report.graphs.append(graph)
-        if stats:
-            graph.stats.count_in(graph_module)
+        if not stats:
+            return None
+        graph.stats.count_in(graph_module)
+        return _run_as_it_is
 
     backend.listeners.append(add)
     try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +145,28 @@ def test_tensors_without_elements_to_look_at_are_not_counted() -> None:
 def test_anything_but_a_bool_is_refused() -> None:
     with pytest.raises(OptionTypeError, match="stats: expected True or False; got 1"):
         explain(Model(), stats=1)  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import torch
+
+@torch.compile(backend="smart_autocast", fullgraph=True)
+def product(x):
+    return x @ x.T
+
+with torch.autocast("cpu", dtype=torch.float16):
+    for x in torch.full((3, 4, 64), 40.0):
+        print(product(x).isinf().all().item())
+"""
+
+
+@pytest.mark.slow
+def test_the_command_counts_in_a_whole_program(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "autocast_backend.cli", "explain", "--stats", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("True\n" * 3 + "graph 1 (train.py:6), under cpu: float16:")
+    assert "matmul -> float16, 48 of 48 infinite\n    x: float32 -> float16, largest 40\n" in (
+        result.stdout
+    )
