@@ -43,7 +43,7 @@ from .._torch.formulas import grad_fn_of
 from .._torch.fsdp import managed_by_fsdp
 from .._torch.tensors import is_of_transform, is_plain_tensor
 from .._torch.writes import hidden_writes, written_inputs
-from ..graphs import copy_graph, names_of
+from ..graphs import copy_graph, is_recorded, names_of
 from ..lowering.bodies import Bodies
 from ..lowering.proving import written_and_returned
 from ..lowering.writing import CACHED
@@ -104,6 +104,7 @@ def weight_casts(
     weights: dict[fx.Node, str] = {}
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     written = [*written_inputs(graph_module, inputs).values()]
+    recorded = is_recorded(graph_module)
     for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         casts = [reader for reader in _readers(node) if _is_lowering_cast(reader)]
         if casts and node.meta["example_value"].requires_grad and value.dtype is torch.float32:
@@ -113,7 +114,9 @@ def weight_casts(
         weights[node] = input_name(node)
         if not casts:
             continue
-        reason = _why_not(value, written) or _why_not_with_grad(node, casts)
+        reason = _why_not(value, written)
+        if reason is None and recorded:
+            reason = _why_not_with_grad(node, casts)
         if lasting and reason == _FSDP:
             raise fsdp_error(input_name(node))
         for cast in casts:

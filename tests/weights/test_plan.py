@@ -457,6 +457,32 @@ def test_gradients_that_would_add_up_in_another_order_keep_it_inside() -> None:
     assert reasons(report) == {None}
 
 
+def read_in_a_transform(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sum() + torch.vmap(torch.sin)(w).sum()
+
+
+def read_in_a_body(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sum() + torch.cond(x.sum() > 0, lambda: w.sum(), lambda: w.prod())
+
+
+@pytest.mark.parametrize("function", [read_in_a_transform, read_in_a_body])
+def test_without_gradients_it_does_not_matter_what_else_reads_a_weight(function: Any) -> None:
+    w, x = nn.Parameter(data(8, 8)), data(3, 8)
+    _, report = plan_of(function, w, x)
+    assert reasons(report) != {None}
+    with torch.no_grad():
+        _, report = plan_of(function, w, x)
+    assert reasons(report) == {None}
+
+    def three_calls(function: Any) -> Any:
+        with bf16(), torch.no_grad():
+            return [function(w, x) for _ in range(3)]
+
+    compiled = torch.compile(function, **ours())
+    assert casts_made(lambda: three_calls(compiled)) == 1
+    assert_same_bits(three_calls(compiled), three_calls(function))
+
+
 def test_activations_are_no_weights() -> None:
     _, report = plan_of(lambda w, x: x @ w, data(8, 8), data(3, 8))
     assert report.weights == []
