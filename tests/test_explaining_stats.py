@@ -18,7 +18,7 @@ from autocast_backend.options import OptionTypeError
 from autocast_backend.reports.rows import GraphReport
 from autocast_backend.reports.stats import CastCounts, ResultCounts
 
-from .support import BF16, FP16
+from .support import BF16, FP16, Product
 
 
 class Model(nn.Module):
@@ -113,9 +113,22 @@ def test_counting_changes_nothing_and_reaches_into_bodies(arguments: dict[str, A
         report = explain(step, stats=True)(model)
     for actual, eagers in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(actual.grad, eagers.grad)
-    casts = {told: counts for graph in report.graphs for told, counts in counted(graph).items()}
+    (graph,) = report.graphs
+    casts = counted(graph)
     # Counted twice: the checkpoint runs it again in the backward.
     assert casts["x: float32 -> bfloat16"] == CastCounts(24, x.abs().max().item(), 0, 0, 0)
+
+
+def test_counting_is_not_compiled_itself() -> None:
+    """The backward of a function calls back into Python, which Dynamo looks at."""
+    x, w = torch.randn(3, 4), nn.Parameter(torch.randn(4, 4))
+
+    def step() -> None:
+        Product.apply(x, w).float().sum().backward()
+
+    with torch.autocast(**BF16):
+        report = explain(step, stats=True)()
+    assert len(report.graphs) == 1
 
 
 def test_inside_of_transforms_nothing_is_counted() -> None:

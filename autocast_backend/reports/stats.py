@@ -18,6 +18,7 @@ from ..ops.smart_casts import SMART_CASTS
 
 _NARROW = (torch.float16, torch.bfloat16)
 _COUNTED = (torch.float64, torch.float32, *_NARROW)
+_REASON = "counts what the program computes"
 _PROMOTE = torch.ops.smart_autocast.promote.default
 
 
@@ -112,6 +113,7 @@ class GraphStats:
         recompile(module)
 
     def _count_cast(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable(reason=_REASON)
         def count_cast(source: Any, result: torch.Tensor) -> None:
             if result.dtype in _NARROW and source.dtype is not result.dtype and _is_plain(source):
                 with torch.no_grad():
@@ -120,6 +122,7 @@ class GraphStats:
         return count_cast
 
     def _count_results(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable(reason=_REASON)
         def count_results(results: Any) -> None:
             with torch.no_grad():
                 for result in filter(_is_plain, pytree.tree_leaves(results)):
