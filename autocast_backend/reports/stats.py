@@ -18,7 +18,6 @@ from ..ops.smart_casts import SMART_CASTS
 
 _NARROW = (torch.float16, torch.bfloat16)
 _COUNTED = (torch.float64, torch.float32, *_NARROW)
-_REASON = "counts what the program computes"
 _PROMOTE = torch.ops.smart_autocast.promote.default
 
 
@@ -107,13 +106,12 @@ class GraphStats:
             source = source_of(node)
             with node.graph.inserting_after(node):
                 if source is not None:
-                    node.graph.call_function(self._count_cast(name), (source, node))
+                    _call(node.graph, self._count_cast(name), (source, node))
                 else:
-                    node.graph.call_function(self._count_results(name), (node,))
+                    _call(node.graph, self._count_results(name), (node,))
         recompile(module)
 
     def _count_cast(self, name: str) -> Callable[..., None]:
-        @torch.compiler.disable(reason=_REASON)
         def count_cast(source: Any, result: torch.Tensor) -> None:
             if result.dtype in _NARROW and source.dtype is not result.dtype and _is_plain(source):
                 with torch.no_grad():
@@ -122,13 +120,18 @@ class GraphStats:
         return count_cast
 
     def _count_results(self, name: str) -> Callable[..., None]:
-        @torch.compiler.disable(reason=_REASON)
         def count_results(results: Any) -> None:
             with torch.no_grad():
                 for result in filter(_is_plain, pytree.tree_leaves(results)):
                     self.results.setdefault(name, ResultCounts()).add(result)
 
         return count_results
+
+
+def _call(graph: fx.Graph, count: Callable[..., None], args: tuple[fx.Node, ...]) -> None:
+    """Dynamo looks at what a graph calls in its backward, and would compile that, too."""
+    reason = "counts what the program computes"
+    graph.call_function(torch.compiler.disable(count, reason=reason), args)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
