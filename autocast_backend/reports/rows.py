@@ -95,6 +95,7 @@ class GraphReport:
         """The calls that autocast or the option `policies` has to do with, and the casts that they
         get; and those whose results are not finite."""
         reasons = {b.node: b.reason for b in self.summary.bracketed}
+        places = {weight.node: weight.place for weight in self.summary.weights}
         lines = [f"{self.title}: {self.summary}"]
         lines += [f"  {told}" for told in self.summary.passed_over]
         for row in self.rows:
@@ -108,14 +109,10 @@ class GraphReport:
             lines += [f"    {asked}"] if asked else []
             if under:
                 lines.append(f"    stays under {under}: {reasons.get(row.name, 'as its body')}")
-            lines += [f"    {self.told_of(cast)}" for cast in row.casts]
+            for cast in row.casts:
+                cast_told = (cast, places.get(cast.node), self.stats.casts.get(cast.node))
+                lines.append("    " + ", ".join(str(part) for part in cast_told if part))
         return "\n".join(lines)
-
-    def told_of(self, cast: Cast) -> str:
-        """A cast, where it is made if that may be outside of the graph, and what it counted."""
-        places = [weight.place for weight in self.summary.weights if weight.node == cast.node]
-        counts = self.stats.casts.get(cast.node)
-        return ", ".join([str(cast), *places]) + (f", {counts}" if counts else "")
 
 
 def rows_of(module: fx.GraphModule, under: Mapping[str, str] | None = None) -> Iterator[Row]:
