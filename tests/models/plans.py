@@ -247,6 +247,7 @@ def put_right(plan: Plan) -> Plan:
     # AOTAutograd multiplies in another way in there, or copies gradients first (DESIGN.md).
     if "condition" in names or (InFullPrecision in around and plan.in_parts()):
         changed |= {"noncontiguous": False}
+    changed |= {"blocks": tuple(map(_not_differentiated_twice, plan.blocks))}
     kinds = {kind for kind, *_ in plan.steps}
     if plan.compiled != "model" or "freeze" in kinds or "low" in kinds or "assign" in kinds:
         changed |= {"ddp": False}
@@ -254,6 +255,14 @@ def put_right(plan: Plan) -> Plan:
     if "twice" in wheres or "grad" in wheres or len(plan.steps) > 2:
         changed |= {"ddp": False}
     return dataclasses.replace(plan, **changed)
+
+
+def _not_differentiated_twice(block: Block) -> Block:
+    """A layer norm of what is in a lower precision has other last bits then (DESIGN.md)."""
+    name, around = block
+    if name == "layer_norm":
+        around = tuple(a for a in around if a not in (WithGradientPenalty, WithPullback))
+    return name, around
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
