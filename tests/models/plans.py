@@ -242,8 +242,10 @@ def put_right(plan: Plan) -> Plan:
         changed |= {"backward": "auto"}
     if plan.compiled != "step":
         changed |= {"compiled_autograd": False}
-    if Stashed in around:  # AOTAutograd gives zeros to the parameters of what only leaves something
-        changed |= {"skips": ()}
+    # AOTAutograd gives zeros to the parameters of what only leaves something; and a checkpoint of
+    # what does is left to Python, where the option does not apply.
+    if Stashed in around:
+        changed |= {"skips": (), "option": False}
     # AOTAutograd multiplies in another way in there, or copies gradients first (DESIGN.md).
     if "condition" in names or (InFullPrecision in around and plan.in_parts()):
         changed |= {"noncontiguous": False}
