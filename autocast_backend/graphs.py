@@ -82,11 +82,11 @@ def recompile(module: fx.GraphModule) -> None:
 def is_recorded(module: fx.GraphModule) -> bool:
     """Whether autograd records something of a Dynamo graph: in the grad mode of this moment, or
     where the graph switches it on."""
+    if torch.is_grad_enabled():
+        return True
     calls = (n for n in module.graph.nodes if n.op.startswith("call_"))
     made = pytree.tree_leaves([n.meta.get("example_value") for n in calls])
-    return torch.is_grad_enabled() or any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in made
-    )
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in made)
 
 
 def views_without_gradients(graph_module: fx.GraphModule) -> list[int]:

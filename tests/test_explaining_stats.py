@@ -131,6 +131,16 @@ def test_counting_is_not_compiled_itself() -> None:
     assert len(report.graphs) == 1
 
 
+def test_weights_of_a_class_derived_from_parameter_are_counted() -> None:
+    class OnManifold(nn.Parameter):
+        pass
+
+    w = OnManifold(torch.ones(4, 4))
+    with torch.autocast(**BF16):
+        (graph,) = explain(lambda x: x @ w, stats=True)(torch.ones(2, 4)).graphs
+    assert CastCounts(16, 1.0, 0, 0, 0) in counted(graph).values()
+
+
 def test_inside_of_transforms_nothing_is_counted() -> None:
     head = nn.Linear(4, 4)
 

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._torch.dispatch import is_transformed
+from .._torch.tensors import is_plain_tensor
 from ..graphs import names_of, recompile
 from ..ops.casts import cast_with_stats
 from ..ops.smart_casts import SMART_CASTS
@@ -113,7 +114,11 @@ class GraphStats:
 
     def _count_cast(self, name: str) -> Callable[..., None]:
         def count_cast(source: Any, result: torch.Tensor) -> None:
-            if result.dtype in _NARROW and source.dtype is not result.dtype and _is_plain(source):
+            if (
+                result.dtype in _NARROW
+                and source.dtype is not result.dtype
+                and _can_be_counted(source)
+            ):
                 with torch.no_grad():
                     self.casts.setdefault(name, CastCounts()).add(source, result.dtype)
 
@@ -122,7 +127,7 @@ class GraphStats:
     def _count_results(self, name: str) -> Callable[..., None]:
         def count_results(results: Any) -> None:
             with torch.no_grad():
-                for result in filter(_is_plain, pytree.tree_leaves(results)):
+                for result in filter(_can_be_counted, pytree.tree_leaves(results)):
                     self.results.setdefault(name, ResultCounts()).add(result)
 
         return count_results
@@ -150,10 +155,11 @@ def is_item_of_promote(node: Any) -> bool:
     return node.target is operator.getitem and node.args[0].target is _PROMOTE
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor with elements that can be counted."""
+def _can_be_counted(value: Any) -> bool:
+    """Whether a value is a tensor with elements to look at."""
     return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
+        isinstance(value, torch.Tensor)
+        and is_plain_tensor(value)
         and value.dtype in _COUNTED
         and not value.is_meta
         and not is_transformed()
