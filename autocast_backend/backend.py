@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from . import _logging
-from ._torch.aot import marks_heeded, training_graphs, writes_to_inputs_right
+from ._torch.aot import calls_apart, marks_heeded, training_graphs, writes_to_inputs_right
 from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import checkpoints_as_in_eager, marked_in_checkpoints
 from ._torch.configs import (
@@ -201,6 +201,7 @@ def _compile(
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(writes_to_inputs_right())
+            stack.enter_context(calls_apart())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

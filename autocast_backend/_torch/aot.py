@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import math
 import operator
 import threading
 from collections import defaultdict
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .dynamo import compile_session, counters, timed
@@ -196,6 +198,39 @@ def writes_to_inputs_right() -> Iterator[None]:
     """Have AOTAutograd compile graphs that write to inputs as they are."""
     with outputs_in_their_places(), views_of_what_they_are(), overlaps_by_symbols():
         yield
+
+
+@contextlib.contextmanager
+def calls_apart() -> Iterator[None]:
+    """Have each call draw random numbers of its own, and 0.0 and -0.0 be two numbers. Partitioners,
+    and Inductor's freezing, make one call of those with equal arguments. Their list of ops that
+    draw has no `randn_like`, `uniform` or `exponential`, no custom op, and not the higher-order op
+    of those that write.
+    """
+    from torch._functorch import compile_utils
+
+    original, apart = compile_utils.get_aten_target, compile_utils.rand_ops[0]
+
+    def get_aten_target(node: fx.Node) -> Any:
+        return apart if draws_itself(node) or _has_negative_zero(node) else original(node)
+
+    with replaced(compile_utils, "get_aten_target", get_aten_target):
+        yield
+
+
+def draws_itself(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, itself or by the op that it wraps."""
+    return any(is_random(op) for op in (node.target, *node.args))
+
+
+def is_random(op: Any) -> bool:
+    """Whether an op is tagged as one that draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def _has_negative_zero(node: fx.Node) -> bool:
+    arguments = pytree.arg_tree_leaves(*node.args, **node.kwargs)
+    return any(isinstance(a, float) and a == 0 and math.copysign(1, a) < 0 for a in arguments)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from torch.utils import _pytree as pytree
 
 from .._torch.aot import (
     JointGraph,
+    draws_itself,
+    is_random,
     is_recomputed,
     must_save,
     run_and_save_rng_state,
@@ -132,7 +134,7 @@ def mark_values(joint: fx.GraphModule, numbering: Numbering) -> None:
 def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
     """The op that draws random numbers and its arguments, where a node does: by itself, or, in a
     partitioned backward, once more from the state that the forward has saved."""
-    if _is_random(node.target):
+    if is_random(node.target):
         return node.target, (node.args, node.kwargs)
     name = getattr(node.target, "__name__", "")
     if name == "run_with_rng_state":  # (state, op, *arguments)
@@ -141,10 +143,6 @@ def _random_call(node: fx.Node) -> tuple[Any, Any] | None:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
         return node.args[0], (node.args[1:], kwargs)
     return None
-
-
-def _is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _recomputed_draws(
@@ -161,7 +159,7 @@ def _recomputed_draws(
     targets: dict[fx.Node, Any] = {}
     for node in partitioned.graph.nodes:
         call = _random_call(node)
-        if call is not None and not _is_random(node.target):
+        if call is not None and not is_random(node.target):
             targets[node] = call[0]
             state = node.kwargs.get("rng_state", node.args[0])
             kind, _, number = state.name.rpartition("_")
@@ -439,7 +437,7 @@ def save_random_numbers(joint: fx.Graph) -> None:
 
 def _draws(node: fx.Node) -> bool:
     """Whether a call draws random numbers: itself, by the op that it wraps, or in a body."""
-    if _random_call(node) or any(_is_random(a) for a in node.args):
+    if draws_itself(node):
         return True
     read = [n for n in node.all_input_nodes if n.op == "get_attr"]
     bodies = [getattr(node.graph.owning_module, str(n.target), None) for n in read]

@@ -28,9 +28,21 @@ def one_island_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return island(w, w) + island(x, w)
 
 
+def two_zeros(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Which stock merges."""
+    y = x @ w
+    return island(torch.copysign(y, 0.0), w) + torch.copysign(y, -0.0)
+
+
 CASES = {
     f.__name__: Case(f)
-    for f in (one_product_twice, two_states_of_one_product, a_weight_turned_twice, one_island_twice)
+    for f in (
+        one_product_twice,
+        two_states_of_one_product,
+        a_weight_turned_twice,
+        one_island_twice,
+        two_zeros,
+    )
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,6 +58,22 @@ def draws_in_a_custom_op(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return island(x.sin() * noise, w)
 
 
+def filled(x: torch.Tensor) -> torch.Tensor:
+    fills(x)
+    return x
+
+
+@torch.library.custom_op(
+    "smart_autocast_tests::noise_like", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def noise_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+noise_like.register_fake(torch.empty_like)
+noise_like.register_autograd(lambda ctx, grad: grad)
+
+
 def draws_in_a_branch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     noise = torch.cond(x.sum() < 9, torch.rand_like, torch.randn_like, (x.detach(),))
     return island(x.sin() * noise, w)
@@ -74,6 +91,54 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers_as_eager(name: str, way: str, partitioner: str) -> None:
     assert_like_the_oracle(CASES[name], way, options={"inner": partitioner})
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand_like": torch.rand_like,  # PyTorch's own list has it
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 1000),
+    "uniform_": lambda x: torch.zeros_like(x).uniform_(),
+    "normal_": lambda x: torch.zeros_like(x).normal_(),
+    "exponential_": lambda x: torch.zeros_like(x).exponential_(),
+    "geometric_": lambda x: torch.zeros_like(x).geometric_(0.1),
+    "cauchy_": lambda x: torch.zeros_like(x).cauchy_(),
+    "log_normal_": lambda x: torch.zeros_like(x).log_normal_(),
+    "rrelu": lambda x: F.rrelu(-x.abs(), training=True),
+    "gumbel_softmax": F.gumbel_softmax,
+    "dirichlet": lambda x: torch._sample_dirichlet(x.float().exp().detach()),
+    "custom op": lambda x: noise_like(x),
+    "custom op that writes": lambda x: filled(torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_each_call_draws(draw: str) -> None:
+    """Of calls with the same arguments stock makes one call, unless PyTorch's list of random ops
+    (`torch._functorch.compile_utils.rand_ops`) has the op, and their numbers are the same."""
+
+    def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        return island(y + DRAWS[draw](y), w) + DRAWS[draw](y)
+
+    assert_like_the_oracle(Case(twice), "ambient", options={"inner": MIN_CUT})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grad", "freezing"), [(True, False), (False, True)])
+@pytest.mark.parametrize("draw", ["randn_like", "uniform_", "rrelu", "dirichlet", "custom op"])
+def test_each_call_draws_with_inductor(draw: str, grad: bool, freezing: bool) -> None:
+    def twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ w
+        return DRAWS[draw](y) * w.sum(), DRAWS[draw](y) * w.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        twice, backend="smart_autocast", options={"inductor": {"freezing": freezing}}
+    )
+    x, w = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=torch.bfloat16):
+        first, second = compiled(x, w)
+    assert not torch.equal(first, second)
 
 
 LITTLE_SAVED = CASES | {f.__name__: Case(f) for f in (draws_in_a_custom_op, draws_in_a_branch)}
