@@ -409,6 +409,52 @@ def dropout_in_float32(self: Any, x: Tensor) -> Tensor:
 
 
 @block(proj=linear)
+def noise(self: Any, x: Tensor) -> Tensor:
+    y = self.proj(x)
+    return y * (1 + torch.randn_like(y) / 8) + torch.randn_like(y) / 8
+
+
+@block(up=linear, down=linear)
+def stochastic_depth(self: Any, x: Tensor) -> Tensor:
+    for layer in (self.up, self.down):
+        kept = torch.zeros(len(x), 1, 1, device=x.device).uniform_() < 0.5
+        x = x + layer(x) * kept * 2
+    return x
+
+
+@block(mean=linear, spread=linear)
+def two_samples(self: Any, x: Tensor) -> Tensor:
+    mean, spread = self.mean(x), (self.spread(x) / 2).exp()
+    first, second = (mean + spread * torch.randn_like(spread) for _ in range(2))
+    return first * second.sigmoid()
+
+
+@block(proj=linear, codes=(SIZE, SIZE))
+def gumbel(self: Any, x: Tensor) -> Tensor:
+    logits = self.proj(x)
+    soft, hard = F.gumbel_softmax(logits), F.gumbel_softmax(logits, tau=0.5, hard=True)
+    return (soft + hard) @ self.codes
+
+
+@block(proj=linear, unseen=(SIZE,))
+def masked_tokens(self: Any, x: Tensor) -> Tensor:
+    order = torch.rand(x.shape[:2], device=x.device).argsort(1)
+    hidden = (order >= (x.shape[1] + 1) // 2).unsqueeze(-1)
+    return self.proj(torch.where(hidden, self.unseen, x))
+
+
+@block(proj=linear)
+def dropped_features(self: Any, x: Tensor) -> Tensor:
+    y = F.dropout1d(self.proj(x), 0.5)
+    return F.alpha_dropout(F.dropout(y, 0.5), 0.5, training=True)
+
+
+@block(attention=lambda: nn.MultiheadAttention(SIZE, HEADS, dropout=0.5, batch_first=True))
+def attention_with_dropout(self: Any, x: Tensor) -> Tensor:
+    return self.attention(x, x, x, need_weights=False)[0]
+
+
+@block(proj=linear)
 def complex_numbers(self: Any, x: Tensor) -> Tensor:
     y = self.proj(x).float()
     z = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())

@@ -70,6 +70,16 @@ OWN_REGIONS = {
 # hooks around `torch.func.grad`, and torch 2.11 all later ones as well, once it has.
 CHECKPOINTS = {Checkpointed, SelectivelyCheckpointed, Reentrantly}
 NOT_CHECKPOINTED = {"batch_norm", "condition", "counted"}
+DRAWS = {
+    "attention_with_dropout",
+    "dropout_in_float32",
+    "dropped_features",
+    "gumbel",
+    "masked_tokens",
+    "noise",
+    "stochastic_depth",
+    "two_samples",
+}
 TRANSFORMED = {"inner_gradient", WithGradientPenalty, WithPullback, WithTangent}
 
 Block = tuple[str, tuple[type[Around], ...]]
@@ -246,6 +256,9 @@ def put_right(plan: Plan) -> Plan:
     # what does is left to Python, where the option does not apply.
     if Stashed in around:
         changed |= {"skips": (), "option": False}
+    # AOTAutograd does not draw what nothing reads (DESIGN.md).
+    if names & DRAWS:
+        changed |= {"skips": ()}
     # AOTAutograd multiplies in another way in there, or copies gradients first (DESIGN.md).
     if "condition" in names or (InFullPrecision in around and plan.in_parts()):
         changed |= {"noncontiguous": False}
