@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .dynamo import compile_session, counters, timed
@@ -229,7 +228,7 @@ def is_random(op: Any) -> bool:
 
 
 def _has_negative_zero(node: fx.Node) -> bool:
-    arguments = pytree.arg_tree_leaves(*node.args, **node.kwargs)
+    arguments = (*node.args, *node.kwargs.values())
     return any(isinstance(a, float) and a == 0 and math.copysign(1, a) < 0 for a in arguments)
 
 
