@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.utils import parametrizations
@@ -332,6 +333,27 @@ def handmade_recurrence(self: Any, x: Tensor) -> Tensor:
     return torch.stack(steps, 1)
 
 
+@block(query=linear, key=linear, value=linear, rate=lambda: nn.Linear(SIZE, 1))
+def delta_rule(self: Any, x: Tensor) -> Tensor:
+    key, rate = F.normalize(self.key(x).float(), dim=-1), self.rate(x).sigmoid()
+    query, value = self.query(x), self.value(x)
+    state, read = x.new_zeros(len(x), SIZE, SIZE), []
+    for t in range(x.shape[1]):
+        error = value[:, t] - torch.einsum("bde,bd->be", state, key[:, t])
+        state = state + torch.einsum("bd,be->bde", key[:, t], rate[:, t] * error)
+        read.append(torch.einsum("bde,bd->be", state, query[:, t]))
+    return torch.stack(read, 1)
+
+
+@block(forget=linear, proj=linear)
+def associative(self: Any, x: Tensor) -> Tensor:
+    def combine(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Any:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    pair = (self.forget(x).sigmoid().float(), self.proj(x).float())
+    return associative_scan(combine, pair, dim=1, combine_mode="generic")[1].contiguous()
+
+
 # Values that are looked up, written to, masked, or random.
 
 
@@ -377,6 +399,21 @@ def index_put(self: Any, x: Tensor) -> Tensor:
     return torch.where(x > 0, out.to(y.dtype), y)
 
 
+@block(proj=linear, bag=lambda: nn.EmbeddingBag(SIZE, SIZE, mode="sum"))
+def weighted_bag(self: Any, x: Tensor) -> Tensor:
+    weights = self.proj(x).reshape(-1, SIZE).float().softmax(-1)
+    places = torch.arange(SIZE, device=x.device).expand(weights.shape)
+    return self.bag(places, per_sample_weights=weights).view_as(x)
+
+
+@block(proj=linear, codes=(16, SIZE))
+def vector_quantized(self: Any, x: Tensor) -> Tensor:
+    y = self.proj(x).float()
+    nearest = torch.cdist(y.reshape(-1, SIZE), self.codes).argmin(-1)
+    codes = self.codes[nearest].view_as(y)
+    return y + (codes - y).detach() + (codes - y.detach()) ** 2 / 8
+
+
 @block(gate=lambda: nn.Linear(SIZE, 2), up=linear, down=linear)
 def dense_experts(self: Any, x: Tensor) -> Tensor:
     weight, chosen = self.gate(x).softmax(-1).topk(1)
@@ -394,6 +431,11 @@ def sparse_experts(self: Any, x: Tensor) -> Tensor:
         (where,) = (chosen == i).nonzero(as_tuple=True)
         out.index_add_(0, where, expert(flat[where]).to(out.dtype))
     return out.view_as(x)
+
+
+@block(proj=lambda: parametrizations.spectral_norm(linear()))
+def spectral_norm(self: Any, x: Tensor) -> Tensor:
+    return self.proj(x)
 
 
 @block(proj=linear, calls=torch.zeros(()), mean=torch.zeros(SIZE))

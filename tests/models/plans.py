@@ -69,7 +69,8 @@ OWN_REGIONS = {
 # Dynamo refuses a checkpoint that writes to buffers or holds a `cond`. PyTorch refuses saved-tensor
 # hooks around `torch.func.grad`, and torch 2.11 all later ones as well, once it has.
 CHECKPOINTS = {Checkpointed, SelectivelyCheckpointed, Reentrantly}
-NOT_CHECKPOINTED = {"batch_norm", "condition", "counted"}
+NOT_CHECKPOINTED = {"batch_norm", "condition", "counted", "spectral_norm"}
+# AOTAutograd draws nothing where nothing reads it (DESIGN.md).
 DRAWS = {
     "attention_with_dropout",
     "dropout_in_float32",
@@ -181,6 +182,7 @@ def random_plan(seed: int) -> Plan:
         if TRANSFORMED & {name, *around}:
             never = CHECKPOINTS | {WithSavedTensorHooks}
         never = never | {Twice, InPieces, Expanded} if name in BREAKS else never
+        never = never | {Caught} if name in DRAWS else never
         blocks.append((name, tuple(a for a in around if a not in never)))
     if pick.random() < 0.1:  # all with the code of one, where each is compiled
         blocks = [blocks[0]] * pick.randint(2, 4)
@@ -256,7 +258,6 @@ def put_right(plan: Plan) -> Plan:
     # what does is left to Python, where the option does not apply.
     if Stashed in around:
         changed |= {"skips": (), "option": False}
-    # AOTAutograd does not draw what nothing reads (DESIGN.md).
     if names & DRAWS:
         changed |= {"skips": ()}
     # AOTAutograd multiplies in another way in there, or copies gradients first (DESIGN.md).
