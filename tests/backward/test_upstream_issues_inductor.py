@@ -158,3 +158,26 @@ def test_194329_a_dynamic_backward_inside_the_region(device: str) -> None:
 
 def _numbers(line: str) -> Any:
     return ast.literal_eval(line.replace("nan", "0").replace("inf", "0"))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_zeros_of_forward_mode_have_memory(dtype: torch.dtype | None) -> None:
+    """Forward-mode AD gives a weight that has no tangent ATen's zero tensor. Inductor's kernels
+    read from its address, 0, and ATen's products raise, with stock, too."""
+
+    def with_tangent(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y, tangent = torch.func.jvp(lambda x: F.linear(x.relu(), w, w[0] * 3), (x,), (x / 2,))
+        return y + tangent
+
+    def gradients(function: Any) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        w = torch.linspace(-1, 2, 64).view(8, 8).sin().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = function(x, w)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            y.float().square().sum().backward()
+        return [y, x.grad, w.grad]  # type: ignore[list-item]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(with_tangent, **ours("inductor"))
+    assert_near(gradients(compiled), gradients(with_tangent))
