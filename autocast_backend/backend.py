@@ -34,7 +34,6 @@ from ._torch.dynamo import (
 )
 from ._torch.fake_tensors import fake_inputs
 from ._torch.higher_order import kernels_closed_in_gradients
-from ._torch.inductor import zero_tensors_have_memory
 from ._torch.kernels import kernels_opened
 from ._torch.memory import guard_overlaps
 from ._torch.ops import chooses_attention
@@ -269,7 +268,6 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
     backend = lookup_backend(options.inner)
     if options.inner != "inductor":
         return backend
-    zero_tensors_have_memory()
 
     def inductor(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         patches = dict(options.inductor)

@@ -365,6 +365,16 @@ def _has_effect(node: fx.Node) -> bool:
     return node.op == "call_function" and node.is_impure()
 
 
+def give_zeros_memory(joint: fx.GraphModule) -> None:
+    """Write zeros where forward-mode AD has left ATen's zero tensors, of which all that could be
+    spared by them is spared by now. They have no memory: Inductor's kernels would read from address
+    0, and products that write to an `out` raise."""
+    aten = torch.ops.aten
+    zeros = aten._efficientzerotensor.default
+    for node in joint.graph.find_nodes(op="call_function", target=zeros):
+        node.target, node.args = aten.full.default, (*node.args, 0)
+
+
 def save_what_is_overwritten(joint: fx.GraphModule) -> None:
     """Have the partitioner save what the forward has read from an input that it writes later, or
     what is computed from that: computed again in the backward, it would come from what was written

@@ -59,6 +59,7 @@ from .hooks import unpacks_differently
 from .joint import (
     Numbering,
     extract_backward,
+    give_zeros_memory,
     keep_in_backward,
     mark_values,
     save_what_is_overwritten,
@@ -129,11 +130,13 @@ class Region:
 
     def keep_in_backward(self, joint: fx.GraphModule) -> None:
         """A pass over the joint graph before it is partitioned."""
+        give_zeros_memory(joint)
         self.can_change |= keep_in_backward(joint, self.device_types)
         save_what_is_overwritten(joint)
 
     def _prepare(self, joint: fx.GraphModule) -> None:
         """A pass over each joint graph that is traced again."""
+        give_zeros_memory(joint)
         save_what_is_overwritten(joint)
         mark_values(joint, self._values)
 
