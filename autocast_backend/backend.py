@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from . import _logging
-from ._torch.aot import calls_apart, marks_heeded, training_graphs, writes_to_inputs_right
+from ._torch.aot import training_graphs
 from ._torch.autocast import wrap_with_autocast
 from ._torch.checkpoints import checkpoints_as_in_eager, marked_in_checkpoints
 from ._torch.configs import (
@@ -36,7 +36,9 @@ from ._torch.fake_tensors import fake_inputs
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
 from ._torch.memory import guard_overlaps
+from ._torch.mutation import writes_to_inputs_right
 from ._torch.ops import chooses_attention
+from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.traces import traces_noted
 from .backward.joint import save_random_numbers
 from .backward.nested import write_out

@@ -13,8 +13,8 @@ from typing import Any, get_origin
 import torch
 from torch import fx
 
-from .aot import joint_passes
 from .code_of_users import inductor_told_of_custom_ops, is_traced_anew
+from .joint_graphs import joint_passes
 from .memory import shared_memory
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._torch.aot import outside_of_modes
 from .._torch.autocast import has_autocast_kernel
 from .._torch.dynamo import is_higher_order_op
 from .._torch.kernels import calls_others
+from .._torch.modes import outside_of_modes
 from .._torch.ops import OpOverload, is_dispatched
 from .._torch.tensors import is_plain_tensor
 from ..graphs import get_attribute

@@ -24,17 +24,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._torch.aot import (
-    JointGraph,
-    draws_itself,
-    is_random,
-    is_recomputed,
-    must_save,
-    run_and_save_rng_state,
-    written_in_forward,
-)
 from .._torch.fake_tensors import is_a_number_now, is_known, number_now, size_expression
 from .._torch.hooks import unpacking_of
+from .._torch.joint_graphs import JointGraph, run_and_save_rng_state, written_in_forward
+from .._torch.partitioning import draws_itself, is_random, is_recomputed, must_save
 from .._torch.traces import Trace, trace_of
 from .ambient import BackwardError
 from .differences import attribute, autocast_acts_on, body_of

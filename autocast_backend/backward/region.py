@@ -27,18 +27,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .. import _logging
-from .._torch.aot import (
-    JointGraph,
-    TrainingGraph,
-    outside_of_modes,
-    trace_joint_graph,
-)
+from .._torch.aot import TrainingGraph
 from .._torch.autocast import any_autocast_enabled, autocast_device_types, disable_autocast
 from .._torch.configs import compile_configs, own_cache_entries
 from .._torch.dynamo import compile_session, counters, dynamo_error, never_traced
 from .._torch.fake_tensors import assumptions_noted, fake_like, sizes_as_first_traced
 from .._torch.hooks import Hooks, inlined_hooks, unpacking_of
+from .._torch.joint_graphs import JointGraph, trace_joint_graph
 from .._torch.kernels import kernels_opened
+from .._torch.modes import outside_of_modes
 from .._torch.traces import trace_of
 from ..custom_ops import first_run_watched, ops_without_rule
 from ..graphs import copy_graph, nodes_of

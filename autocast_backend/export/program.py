@@ -11,10 +11,10 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from .._logging import log
-from .._torch.aot import outside_of_inference_mode
 from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.dynamo import is_higher_order_op
 from .._torch.export import erase_tracepoints, with_graph
+from .._torch.modes import outside_of_inference_mode
 from .._torch.tensors import is_of_transform
 from ..graphs import copy_graph, names_of, nodes_of
 from ..lowering.context import Context

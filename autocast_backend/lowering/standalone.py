@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.aot import outside_of_inference_mode
 from .._torch.autocast import wrap_with_autocast
 from .._torch.fake_tensors import fake_mode_of
+from .._torch.modes import outside_of_inference_mode
 from ..graphs import check_graph_module, nodes_of
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides

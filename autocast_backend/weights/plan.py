@@ -25,16 +25,16 @@ import torch
 from torch import fx
 
 from .. import _logging
-from .._torch.aot import (
-    compiling_again,
+from .._torch.aot import compiling_again
+from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
+from .._torch.fake_tensors import numbers_as_first_traced
+from .._torch.hooks import saved_tensor_hooks_are_on
+from .._torch.modes import (
     in_function_mode,
     in_selective_checkpoint,
     outside_of_function_modes,
     outside_of_selective_checkpoints,
 )
-from .._torch.configs import compile_configs, cuda_graphs_are_on, freezing_is_on
-from .._torch.fake_tensors import numbers_as_first_traced
-from .._torch.hooks import saved_tensor_hooks_are_on
 from ..guards import ShapeGuards
 from ..reports.report import Report
 from ..state import AutocastState

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.aot import (
+from .._torch.hooks import saved_tensor_hooks_are_on, saved_tensor_hooks_off
+from .._torch.modes import (
     in_dispatch_mode,
     in_function_mode,
     outside_of_function_modes,
     outside_of_modes,
 )
-from .._torch.hooks import saved_tensor_hooks_are_on, saved_tensor_hooks_off
 from .cast import Cast, Key, Seen
 
 

@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from autocast_backend import BackwardError
-from autocast_backend._torch.aot import JointGraph, TrainingGraph, training_graphs
+from autocast_backend._torch.aot import TrainingGraph, training_graphs
 from autocast_backend._torch.autocast import disable_autocast
+from autocast_backend._torch.joint_graphs import JointGraph
 from autocast_backend.backward.differences import autocast_can_change, calls_of, differing_ops
 from autocast_backend.backward.joint import extract_backward, keep_in_backward
 from tests.support import BF16, assert_same_bits
