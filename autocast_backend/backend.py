@@ -21,18 +21,17 @@ from ._torch.configs import (
     scales_convolutions,
 )
 from ._torch.dynamo import (
-    composites_in_bodies_taken_apart,
     counters,
     graph_break_errors,
-    guard_value,
-    is_nested_region,
     keep_out_of_packages,
     lookup_backend,
     pass_through_error,
     timed,
     without_disable,
 )
+from ._torch.dynamo_graphs import composites_in_bodies_taken_apart, is_nested_region
 from ._torch.fake_tensors import fake_inputs
+from ._torch.guards import guard_value
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
 from ._torch.memory import guard_overlaps

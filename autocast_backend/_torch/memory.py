@@ -16,8 +16,10 @@ import torch
 from torch import fx
 from torch._C._dynamo.guards import compute_overlapping_tensors
 
-from .dynamo import guard_inputs, inputs_of_dynamo, is_reached
+from .dynamo import inputs_of_dynamo
+from .dynamo_graphs import is_reached
 from .fake_tensors import fake_mode_of, guards_suppressed, observing
+from .guards import guard_inputs
 from .patches import replaced
 from .tensors import are_alone, has_storage, is_fake, storages_of
 from .writes import written_inputs

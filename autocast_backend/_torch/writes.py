@@ -14,7 +14,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from ..graphs import nodes_of
-from .dynamo import gives_data_attribute, never_traced
+from .dynamo import never_traced
+from .dynamo_graphs import gives_data_attribute
 from .ops import arguments_of, overloads_of
 from .tensors import storages_of
 

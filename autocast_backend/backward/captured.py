@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from .._torch.autocast import enter_autocast, exit_autocast
-from .._torch.dynamo import calls_hook
+from .._torch.dynamo_graphs import calls_hook
 from .ambient import BackwardError, Key, current_key, key_name
 
 

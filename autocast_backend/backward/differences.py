@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._torch.autocast import has_autocast_kernel
-from .._torch.dynamo import is_higher_order_op
+from .._torch.dynamo_graphs import is_higher_order_op
 from .._torch.kernels import calls_others
 from .._torch.modes import outside_of_modes
 from .._torch.ops import OpOverload, is_dispatched

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from .._torch.dynamo import is_higher_order_op
+from .._torch.dynamo_graphs import is_higher_order_op
 from ..graphs import nodes_of, same_inputs
 from ..lowering.bodies import IN_PLACE
 from .differences import attribute

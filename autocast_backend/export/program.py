@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from .._logging import log
 from .._torch.autocast import autocast_device_types, enter_autocast
-from .._torch.dynamo import is_higher_order_op
+from .._torch.dynamo_graphs import is_higher_order_op
 from .._torch.export import erase_tracepoints, with_graph
 from .._torch.modes import outside_of_inference_mode
 from .._torch.tensors import is_of_transform

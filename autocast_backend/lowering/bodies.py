@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch.dynamo import GradMode, inference_mode_as_no_grad
+from .._torch.dynamo_graphs import GradMode, inference_mode_as_no_grad
 
 
 @dataclass(frozen=True)

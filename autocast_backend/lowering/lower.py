@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from .._logging import log
-from .._torch.dynamo import is_numpy_call
+from .._torch.dynamo_graphs import is_numpy_call
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.inside import opaque_ops
 from .._torch.kernels import kernels_opened

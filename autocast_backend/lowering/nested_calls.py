@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch.dynamo import input_path, is_nested_region
+from .._torch.dynamo_graphs import input_path, is_nested_region
 from ..graphs import nodes_of
 from ..policies.overrides import Overrides, PolicyError, Stack, module_stack
 from ..policies.paths import parse_name

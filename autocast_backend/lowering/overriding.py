@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch.dynamo import is_higher_order_op
+from .._torch.dynamo_graphs import is_higher_order_op
 from .._torch.writes import hidden_writes
 from ..policies.overrides import Override, Overrides, PolicyError
 from ..regions import Placement, call_name, find_regions, is_region_node

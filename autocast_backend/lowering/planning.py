@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.dynamo import GradMode, is_functorch_transform, is_higher_order_op, runs_backward
+from .._torch.dynamo_graphs import (
+    GradMode,
+    is_functorch_transform,
+    is_higher_order_op,
+    runs_backward,
+)
 from .._torch.higher_order import is_selective
 from ..regions import Placement, find_regions, is_region_node
 from ..state import AutocastState

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from .._logging import log
 from .._torch.autocast import disable_autocast
-from .._torch.dynamo import (
+from .._torch.dynamo_graphs import (
     GradMode,
     functorch_levels_restored,
     input_path,

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._torch.autocast import disable_autocast, has_autocast_kernel
-from .._torch.dynamo import requires_grad_changes_after
+from .._torch.dynamo_graphs import requires_grad_changes_after
 from .._torch.fake_tensors import observing, with_python_kernels
 from .._torch.kernels import body_of_triton_op, kernels_closed
 from .._torch.ops import overloads_of

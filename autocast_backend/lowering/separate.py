@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.dynamo import GradMode
+from .._torch.dynamo_graphs import GradMode
 from ..graphs import copy_graph
 from ..regions import Placement, find_regions
 from ..validation.compare import is_weight

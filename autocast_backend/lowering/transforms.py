@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.dynamo import (
+from .._torch.dynamo_graphs import (
     functorch_levels_restored,
     is_functorch_transform,
     is_gradient_transform,

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .._torch.autocast import disable_autocast, enter_autocast, exit_autocast
-from .._torch.dynamo import is_nonstrict
+from .._torch.dynamo_graphs import is_nonstrict
 from .._torch.fake_tensors import observing
 from .._torch.higher_order import call_leaf_function_under
 from .._torch.inside import opaque_ops

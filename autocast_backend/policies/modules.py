@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from .._torch.dynamo import compiled_frame, guard_same, left_to_python
+from .._torch.dynamo import compiled_frame, left_to_python
+from .._torch.guards import guard_same
 from ..graphs import nodes_of
 from .overrides import Overrides, PolicyError, module_stack
 from .paths import Name, Path, parse_name, parse_path

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from .._torch.autocast import enter_autocast, exit_autocast
-from .._torch.dynamo import is_numpy_call
+from .._torch.dynamo_graphs import is_numpy_call
 from ..graphs import nodes_of
 from ..state import AutocastState
 

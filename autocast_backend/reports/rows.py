@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
 from .._torch.dispatch import pass_autograd_keys, put_back_autograd_keys
-from .._torch.dynamo import input_name
+from .._torch.dynamo_graphs import input_name
 from ..graphs import names_of
 from ..lowering.bodies import Bodies
 from ..ops.smart_casts import SMART_CASTS

@@ -29,8 +29,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .._torch.autocast import disable_autocast
-from .._torch.dynamo import (
-    guard_leaf_and_view,
+from .._torch.dynamo_graphs import (
     input_name,
     is_functorch_call,
     is_higher_order_op,
@@ -41,6 +40,7 @@ from .._torch.dynamo import (
 from .._torch.fake_tensors import fake_inputs, fake_mode_of
 from .._torch.formulas import grad_fn_of
 from .._torch.fsdp import managed_by_fsdp
+from .._torch.guards import guard_leaf_and_view
 from .._torch.tensors import is_of_transform, is_plain_tensor
 from .._torch.writes import hidden_writes, written_inputs
 from ..graphs import copy_graph, is_recorded, names_of
