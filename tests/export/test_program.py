@@ -236,6 +236,23 @@ def test_the_proof_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
+class MovingAverage(Layer):
+    """In evaluation mode nothing is left of the update."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        with torch.no_grad(), torch.autocast(**BF16), torch.enable_grad():
+            if self.training:
+                raise NotImplementedError
+        return super().forward(y)
+
+
+def test_regions_with_nothing_inside_can_be_stored() -> None:
+    model = MovingAverage(region=True).eval()
+    lowered = save_and_load(lower(torch.export.export(model, (X,))))
+    assert_same_bits(lowered.module()(X), model(X))
+
+
 def test_unflattened() -> None:
     """Also where the call of a module inside of a region was to be preserved, which `torch.export`
     gives up without a word."""

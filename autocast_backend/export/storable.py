@@ -1,4 +1,4 @@
-"""No node of an exported program may give nothing: `torch.export.save` cannot write it."""
+"""No node of an exported program may give nothing: no file could hold it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import fx
 
 from .. import ops as _ops  # noqa: F401  (defines torch.ops.smart_autocast)
 from .._torch.ops import arguments_of
-from ..graphs import nodes_of, recompile
+from ..graphs import drop_unused_bodies, get_attribute, nodes_of, recompile
 
 _DTYPE_OF = torch.ops.smart_autocast.full_precision_dtype.default
+_WITH_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _FULL = torch.ops.smart_autocast.autocast_to_full_precision.default
 
 
@@ -37,6 +38,19 @@ def without_absent_dtypes(graph_module: fx.GraphModule) -> None:
             arguments = {**call.kwargs, "self": full, "dtype": None}
             call.args, call.kwargs = _positional(call.target, arguments)
         graph.erase_node(node)
+    recompile(graph_module)
+
+
+def without_empty_bodies(graph_module: fx.GraphModule) -> None:
+    """Take out `torch.no_grad()` and the like with nothing inside, such as is left of a moving
+    average in evaluation mode: `torch.export.load` cannot read the call, which returns nothing."""
+    for module in reversed([m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]):
+        for node in module.graph.find_nodes(op="call_function", target=_WITH_GRAD_MODE):
+            body = get_attribute(module, str(node.args[1].target))
+            empty = all(inside.op in ("placeholder", "output") for inside in body.graph.nodes)
+            if empty and not node.users:
+                module.graph.erase_node(node)
+        drop_unused_bodies(module)
     recompile(graph_module)
 
 
