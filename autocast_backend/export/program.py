@@ -165,7 +165,8 @@ def _check_dtypes(graph: fx.GraphModule, checks: Sequence[tuple[fx.Node, torch.d
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
             value = value.detach()  # dtypes are asked for, and the program may write to its inputs
-        node.meta["example_value"] = value
+        if node.op != "get_attr" or value is not None:  # bodies have none, and stand for themselves
+            node.meta["example_value"] = value
     try:
         with outside_of_inference_mode(), torch.no_grad():
             propagate(copied, Context(AutocastState.off()))
@@ -173,7 +174,7 @@ def _check_dtypes(graph: fx.GraphModule, checks: Sequence[tuple[fx.Node, torch.d
         log.info("what the program's checks of dtypes expect is not checked: %s", error)
         return
     for node, name in names_of(copied).items():
-        found = getattr(node.meta["example_value"], "dtype", None)
+        found = getattr(node.meta.get("example_value"), "dtype", None)
         if name in tensors and found != tensors[name]:
             raise ValueError(
                 f"exported_program: {where(node)} was exported as {tensors[name]}, and is {found} "

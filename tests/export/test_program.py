@@ -107,6 +107,22 @@ def test_a_strict_export_that_does_not_run_itself() -> None:
         assert_same_bits(run(X), Norm()(X))
 
 
+class NormOfBranch(Norm):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(**BF16):
+            y = self.layer(x)
+            y = torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (y,))
+            return y * 1.001, y.float().norm()
+
+
+def test_a_strict_export_with_branches_that_does_not_run_itself() -> None:
+    program = torch.export.export(NormOfBranch(), (X,), strict=True)
+    with pytest.raises(ValueError, match=r"was exported as torch.float32.*strict=False"):
+        lower(program)
+    lowered = lower(torch.export.export(NormOfBranch(), (X,), strict=False))
+    assert_same_bits(lowered.module()(X), NormOfBranch()(X))
+
+
 class Grid(nn.Module):
     """Its dtype under autocast is not what fake tensors say."""
 
