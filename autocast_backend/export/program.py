@@ -27,7 +27,7 @@ from ..reports.report import Report
 from ..state import AutocastState
 from .checks import floating_point_checks, with_dtype, without_dtype
 from .devices import on_device_type
-from .storable import without_absent_dtypes, without_empty_bodies
+from .storable import without_absent_dtypes, without_absent_results
 
 
 def lower(
@@ -100,7 +100,7 @@ def lower_with_report(
     for check, _ in checks:
         with_dtype(check)
     without_absent_dtypes(graph)
-    without_empty_bodies(graph)
+    without_absent_results(graph)
     _warn_of_what_traces_lose(graph, context.report)
     graph, signature = regions_to_hops(graph, signature)
     assert signature is not None  # there was one

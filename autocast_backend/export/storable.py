@@ -41,15 +41,22 @@ def without_absent_dtypes(graph_module: fx.GraphModule) -> None:
     recompile(graph_module)
 
 
-def without_empty_bodies(graph_module: fx.GraphModule) -> None:
-    """Take out `torch.no_grad()` and the like with nothing inside, such as is left of a moving
-    average in evaluation mode: `torch.export.load` cannot read the call, which returns nothing."""
+def without_absent_results(graph_module: fx.GraphModule) -> None:
+    """Let every region of `torch.no_grad()` and the like return something: `torch.export.load`
+    cannot read the call of one that does not. One with nothing inside is taken out, such as is left
+    of a moving average in evaluation mode; one that writes returns what it was given first."""
     for module in reversed([m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]):
         for node in module.graph.find_nodes(op="call_function", target=_WITH_GRAD_MODE):
             body = get_attribute(module, str(node.args[1].target))
-            empty = all(inside.op in ("placeholder", "output") for inside in body.graph.nodes)
-            if empty and not node.users:
+            output = body.graph.output_node()
+            if output.args[0]:
+                continue
+            if all(inside.op in ("placeholder", "output") for inside in body.graph.nodes):
                 module.graph.erase_node(node)
+            else:
+                given = next(iter(body.graph.nodes))
+                output.args = ((given,),)
+                output.meta["val"] = node.meta["val"] = (given.meta["val"],)
         drop_unused_bodies(module)
     recompile(graph_module)
 
