@@ -44,7 +44,7 @@ def without_absent_dtypes(graph_module: fx.GraphModule) -> None:
 def without_absent_results(graph_module: fx.GraphModule) -> None:
     """Let every region of `torch.no_grad()` and the like return something: `torch.export.load`
     cannot read the call of one that does not. One with nothing inside is taken out, such as is left
-    of a moving average in evaluation mode; one that writes returns what it was given first."""
+    of a moving average in evaluation mode; one that writes returns its first tensor."""
     for module in reversed([m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]):
         for node in module.graph.find_nodes(op="call_function", target=_WITH_GRAD_MODE):
             body = get_attribute(module, str(node.args[1].target))
@@ -53,10 +53,12 @@ def without_absent_results(graph_module: fx.GraphModule) -> None:
                 continue
             if all(inside.op in ("placeholder", "output") for inside in body.graph.nodes):
                 module.graph.erase_node(node)
-            else:
-                given = next(iter(body.graph.nodes))
-                output.args = ((given,),)
-                output.meta["val"] = node.meta["val"] = (given.meta["val"],)
+                continue
+            values = ((n, n.meta.get("val")) for n in body.graph.nodes)
+            for first, value in ((n, v) for n, v in values if isinstance(v, torch.Tensor)):
+                output.args = ((first,),)
+                output.meta["val"] = node.meta["val"] = (value,)
+                break
         drop_unused_bodies(module)
     recompile(graph_module)
 
