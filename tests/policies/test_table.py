@@ -160,7 +160,15 @@ def test_what_promotes_by_itself_is_left_alone() -> None:
         operator.matmul,
         torch.Tensor.matmul,
     ],
-    ids=str,
+    ids=[
+        "torch.matmul",
+        "aten.matmul.default",
+        "aten.matmul",
+        "matmul",
+        "__matmul__",
+        "operator.matmul",
+        "torch.Tensor.matmul",
+    ],
 )
 def test_every_spelling_of_an_op_reaches_its_policy(spelling: Any) -> None:
     state = AutocastState.of({"device_type": "cpu", "dtype": torch.bfloat16})
