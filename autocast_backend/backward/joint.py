@@ -250,8 +250,6 @@ def extract_backward(
         if node.op == "placeholder":
             return inputs[node.name]
         if first[node] not in values:
-            for read in node.all_input_nodes:
-                draw(read)
             values[first[node]] = graph.node_copy(node, draw)
         return values[first[node]]
 
