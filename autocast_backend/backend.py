@@ -60,7 +60,7 @@ from .options import Options, OptionTypeError, parse_options
 from .policies.modules import bind
 from .regions import call_name, dtypes_taken_over, hops_to_regions, source_line, state_changes
 from .reports.breaks import warn_of_breaks
-from .reports.telling import tell
+from .reports.telling import tell, trace
 from .running import (
     changing_state,
     for_dtypes,
@@ -186,6 +186,7 @@ def _compile(
             report=report,
         )
     tell(graph_module, context)
+    trace(graph_module, context)
     inner = _inner(parsed, autocast=bool(report.nodes or report.overridden))
     for listener in listeners:
         inner = listener(graph_module, context) or inner
@@ -307,6 +308,7 @@ def _left_eager(graph_module: fx.GraphModule, context: Context) -> Callable[...,
     )
     log.warning("not compiled: a graph runs as in eager mode, because %s", why)
     counters()["smart_autocast"]["left_eager"] += 1
+    trace(graph_module, context)
     for listener in listeners:
         listener(graph_module, context)
     written = write_out(graph_module).module

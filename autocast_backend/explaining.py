@@ -16,7 +16,7 @@ from ._torch.graph_breaks import graph_breaks
 from .lowering.context import Context
 from .options import OptionTypeError, parse_options
 from .reports.page import to_html
-from .reports.rows import GraphReport, rows_of
+from .reports.rows import GraphReport
 
 
 @dataclass
@@ -64,12 +64,7 @@ def collecting(*, stats: bool = False) -> Iterator[CastReport]:
     report = CastReport()
 
     def add(graph_module: fx.GraphModule, context: Context) -> backend.Inner | None:
-        eager = context.ambient.enabled_devices if context.report.keepers else ()
-        under = {d.device_type: str(d.dtype).removeprefix("torch.") for d in eager}
-        rows = tuple(rows_of(graph_module, under))
-        at = f" ({rows[0].place})" if rows else ""
-        title = f"graph {len(report.graphs) + 1}{at}, under {context.ambient}"
-        graph = GraphReport(title, context.report, rows)
+        graph = GraphReport.of(graph_module, context, f"graph {len(report.graphs) + 1}")
         report.graphs.append(graph)
         if not stats:
             return None

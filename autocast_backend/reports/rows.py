@@ -16,6 +16,7 @@ from .._torch.dispatch import pass_autograd_keys, put_back_autograd_keys
 from .._torch.dynamo_graphs import input_name
 from ..graphs import names_of
 from ..lowering.bodies import Bodies
+from ..lowering.context import Context
 from ..ops.smart_casts import SMART_CASTS
 from ..regions import source_line
 from .report import Report
@@ -90,6 +91,19 @@ class GraphReport:
     summary: Report
     rows: tuple[Row, ...]
     stats: GraphStats = field(default_factory=GraphStats)
+
+    @classmethod
+    def of(cls, graph_module: fx.GraphModule, context: Context, name: str) -> GraphReport:
+        """What the backend has made of one of Dynamo's graphs.
+
+        Args:
+            name: of the graph; its first line and the autocast state around it follow.
+        """
+        eager = context.ambient.enabled_devices if context.report.keepers else ()
+        under = {d.device_type: _short(d.dtype) for d in eager}
+        rows = tuple(rows_of(graph_module, under))
+        at = f" ({rows[0].place})" if rows else ""
+        return cls(f"{name}{at}, under {context.ambient}", context.report, rows)
 
     def __str__(self) -> str:
         """The calls that autocast or the option `policies` has to do with, and the casts that they

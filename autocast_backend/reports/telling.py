@@ -1,4 +1,5 @@
-"""What `torch._dynamo.utils.counters` and the log get to know of each graph."""
+"""What `torch._dynamo.utils.counters`, the log and PyTorch's structured trace get to know of each
+graph."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from torch import fx
 
 from .. import _logging
 from .._torch.dynamo import counters
+from .._torch.structured_trace import trace_artifact
 from ..lowering.context import Context
+from .rows import GraphReport
 
 log = _logging.log
 
@@ -38,3 +41,16 @@ def tell(graph_module: fx.GraphModule, context: Context) -> None:
     if log.isEnabledFor(logging.DEBUG):
         code = graph_module.print_readable(print_output=False)
         log.debug("lowered graph:\n%s", code)
+
+
+def trace(graph_module: fx.GraphModule, context: Context) -> None:
+    """Leave a graph as it is compiled, and what `explain` tells of it, in the structured trace; of one in which autocast has no part, nothing."""
+    report = context.report
+    if not (report.nodes or report.overridden or report.keepers):
+        return
+    trace_artifact(
+        "smart_autocast_lowered_graph", lambda: graph_module.print_readable(print_output=False)
+    )
+    trace_artifact(
+        "smart_autocast_casts", lambda: str(GraphReport.of(graph_module, context, "a graph"))
+    )
