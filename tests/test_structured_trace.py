@@ -14,17 +14,22 @@ from tests.support import BF16
 
 
 class Kept(logging.Handler):
-    """The artifacts of ours that were left in the trace, and the frames they were left for."""
+    """What was left in the trace: the artifacts of ours and the frames they were left for, and the
+    frames of AOTAutograd's graphs, None for one without."""
 
     def __init__(self) -> None:
         super().__init__()
         self.artifacts: dict[str, str] = {}
         self.frames: set[Any] = set()
+        self.frames_of_graphs: dict[str, list[Any]] = {}
 
     def emit(self, record: Any) -> None:
+        for kind in ("aot_joint_graph", "aot_inference_graph"):
+            if kind in record.metadata:
+                frame = record.metadata.get("frame_id")
+                self.frames_of_graphs.setdefault(kind, []).append(frame)
         name = record.metadata.get("artifact", {}).get("name", "")
         if name.startswith("smart_autocast"):
-            assert name not in self.artifacts
             self.artifacts[name] = record.payload
             self.frames.add(record.metadata["frame_id"])
 
@@ -61,6 +66,20 @@ def test_the_lowered_graph_and_its_casts_are_in_the_trace(kept: Kept) -> None:
     assert kept.frames == {0}
     assert "smart_autocast.autocast_to_bf16.default" in found["smart_autocast_lowered_graph"]
     assert found["smart_autocast_casts"] == str(graph).replace("graph 1", "a graph", 1)
+
+
+def test_what_is_compiled_later_has_the_number_of_its_compilation(kept: Kept) -> None:
+    """A backward under another state, and a graph with its casts outside at the second call."""
+    model, x = compiled(Model()), torch.randn(2, 4)
+    with torch.autocast(**BF16):
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+            model(x)
+    assert kept.frames_of_graphs == {
+        "aot_joint_graph": [0, 0],
+        "aot_inference_graph": [0, 0],
+    }
 
 
 def test_a_graph_without_autocast_leaves_nothing(kept: Kept) -> None:

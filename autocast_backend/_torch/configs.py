@@ -141,8 +141,12 @@ def kernels_of_attention() -> list[Any]:
 def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The compilers' configuration of this moment, and what else decides about a graph, to be
     entered again later: patches and `sdpa_kernel` are local to a `with` block, patches to a thread
-    as well, and a backward may run outside of both."""
+    as well, and a backward may run outside of both. What is compiled then has the number of the
+    compilation of this moment, in the structured trace, say."""
     from torch._functorch import config as functorch
+    from torch._guards import CompileContext, compile_context
+
+    compiling = CompileContext.try_get()
 
     modules = [functorch, sys.modules.get("torch._inductor.config")]
     before = [(module, module.get_config_copy()) for module in modules if module is not None]
@@ -155,6 +159,8 @@ def compile_configs() -> Callable[[], contextlib.AbstractContextManager[Any]]:
                 if (current := get()) != value:
                     stack.callback(put, current)
                     put(value)
+            if compiling is not None:
+                stack.enter_context(compile_context(compiling))
             for module, config in before:
                 now = module.get_config_copy()
                 changed = {k: v for k, v in config.items() if k in now and now[k] != v}

@@ -44,7 +44,8 @@ def tell(graph_module: fx.GraphModule, context: Context) -> None:
 
 
 def trace(graph_module: fx.GraphModule, context: Context) -> None:
-    """Leave a graph as it is compiled, and what `explain` tells of it, in the structured trace; of one in which autocast has no part, nothing."""
+    """Leave a graph as it is compiled, and what `explain` tells of it, in the structured trace; of
+    one in which autocast has no part, nothing."""
     report = context.report
     if not (report.nodes or report.overridden or report.keepers):
         return
