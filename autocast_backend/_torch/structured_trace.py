@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
