@@ -64,6 +64,29 @@ def check(function: Function, bracketed: int, cached: bool = True) -> None:
         assert_same_bits(actual, expected[cache_enabled], f"cache_enabled={cache_enabled}")
 
 
+class Product(torch.autograd.Function):
+    """In its forward autograd does not record."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return (x @ w).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.T, x.T @ grad
+
+
+def two_functions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return Product.apply(x, w).sin() * Product.apply(x * 2, w)
+
+
+def test_each_autograd_function_casts_for_itself() -> None:
+    """What it gets is what its backward has gradients for: no cast can be handed to it."""
+    check(two_functions, bracketed=0, cached=False)
+
+
 def two_brackets(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return hidden(x, w) + hidden(x * 2, w).sin()
 
