@@ -253,7 +253,7 @@ def test_the_proof_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class MovingAverage(Layer):
-    """In evaluation mode nothing is left of the update."""
+    """In evaluation mode nothing is left of the update; in training the region returns nothing."""
 
     def __init__(self) -> None:
         super().__init__(region=True)
@@ -263,7 +263,7 @@ class MovingAverage(Layer):
         mean = x.mean(0)
         with torch.no_grad():
             if self.training:
-                self.average.mul_(0.9).add_(mean, alpha=0.1)
+                torch._foreach_lerp_([self.average], [mean], 0.1)
         return super().forward(x) + self.average
 
 
