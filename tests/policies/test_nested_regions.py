@@ -101,6 +101,19 @@ def test_a_pattern_reaches_the_layers_that_it_names(
     assert_same_bits(run(compiled(model, policies), model, x, grad), wanted)
 
 
+class LayerWithCheckpoint(Layer):
+    @nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(checkpoint(self.linear, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def test_a_pattern_reaches_into_checkpoints_in_regions() -> None:
+    model, x = nn.Sequential(*(LayerWithCheckpoint() for _ in range(3))), torch.randn(3, 4)
+    wanted = run(with_layers_in_float32(model, {1}), model, x, True)
+    policies = {"module": {"1.linear": "fp32"}}
+    assert_same_bits(run(compiled(model, policies), model, x, True), wanted)
+
+
 @pytest.mark.slow
 def test_regions_in_regions() -> None:
     model, x = nn.Sequential(Pair(), Pair(), Pair()), torch.randn(3, 4)
