@@ -78,19 +78,26 @@ def _judge(
         again = casts_again(lambda: _run(span), here, fake_mode, grad)
         cached = here.cache_enabled and not again
 
-        def watch(under: AutocastState | None, **arguments: Any) -> Observation | Failed:
-            return observe(lambda: _run(span, **arguments), under, fake_mode, grad, cached)
+        def watch(
+            under: AutocastState | None, weight_cache: bool = cached, **arguments: Any
+        ) -> Observation | Failed:
+            return observe(lambda: _run(span, **arguments), under, fake_mode, grad, weight_cache)
 
         eager = watch(here)
         if isinstance(eager, Failed):
             return difference(eager, eager, "ops"), {}
         reason = difference(eager, watch(None, found=found), "ops")
-        given = _weights_cast(span, eager, found) if cached else {}
         if reason:
             # It stays under autocast. May it at least read the casts that other calls read?
-            if given and difference(eager, watch(here, given=given), "ops"):
-                return reason, None
-            return reason, given
+            for rules in ({}, found) if cached else ():
+                given = _weights_cast(span, eager, rules)
+                if not given or not (
+                    difference(eager, watch(here, given=given), "ops")
+                    or _others_cast(eager, given, watch(here, weight_cache=False, given=given))
+                ):
+                    return reason, given
+            return reason, None if cached else {}
+        given = _weights_cast(span, eager, found) if cached else {}
         # A weight that the transform slices is cast whole: before the call that slices it.
         sliced = {n: given[n] for n in given if n not in found}
         if sliced and (why := difference(eager, watch(None, found={}, given=sliced), "ops")):
@@ -165,6 +172,17 @@ def _weights_cast(
         for node, i in by_rule or calls:
             given[node] = (*given.get(node, ()), i)
     return given
+
+
+def _others_cast(eager: Observation, given: Given, uncached: Observation | Failed) -> bool:
+    """Whether calls that are not given the cast of a weight make one themselves.
+
+    Args:
+        uncached: of the span, given casts, where each cast of a weight counts.
+    """
+    assert isinstance(uncached, Observation)  # as with casts of one weight counted as one
+    places = [recipes.tensor_arguments(n)[i] for n, numbers in given.items() for i in numbers]
+    return uncached.casts - eager.casts > len(places) - len(set(places))
 
 
 def _run(

@@ -182,6 +182,13 @@ def two_bracketed_spans_with_views(x: torch.Tensor, w: torch.Tensor) -> torch.Te
     return f(x) + f(x.cos())
 
 
+def a_bracketed_span_of_calls_with_and_without_a_rule(
+    x: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    """On the CPU `mv` has none, and what `vmap` makes of it has."""
+    return vmap(lambda v: torch.mv(w, v) + (w @ v).sin().sum())(x)
+
+
 def a_gradient_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return vmap(lambda v: (v @ w) * grad(lambda u: u.sin().sum())(v))(x) + x.sin() @ w
 
@@ -196,6 +203,7 @@ def a_gradient_and_a_call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         (a_span_that_writes_and_a_call, 0),
         (a_span_that_writes_to_its_argument, 0),
         (a_bracketed_span_and_a_call, 9),
+        (a_bracketed_span_of_calls_with_and_without_a_rule, 9),
         (a_gradient_and_a_call, 0),
     ],
 )
