@@ -339,8 +339,18 @@ def test_an_override_that_a_call_cannot_take() -> None:
             y = torch.softmax(x @ x, -1)
             return (x @ x).scatter(0, index, y)
 
+    def inverse(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(**BF16):
+            return torch.linalg.inv(x)
+
     x = torch.randn(8, 8)
     for function, inputs, policies, words in (
+        (
+            inverse,
+            (x,),
+            {"op": {"aten::linalg_inv": "lower_precision_fp"}},
+            r"with its casts .*call of linalg_inv .*raises .*Low precision dtypes not supported",
+        ),
         (mixed, (x, x), {"op": {"aten::matmul": "off"}}, None),
         (
             mixed,
@@ -431,8 +441,15 @@ def test_a_call_in_a_body_that_is_not_looked_into() -> None:
         start = (torch.tensor(0), x)
         return torch._higher_order_ops.while_loop(lambda i, v: i < 3, step, start)[1]
 
+    def branches_in_a_branch(x: torch.Tensor) -> torch.Tensor:
+        def inner(v: torch.Tensor) -> torch.Tensor:
+            return torch.cond(v.sum() > 0, model, torch.Tensor.bfloat16, (v,))
+
+        with torch.autocast(**BF16):
+            return torch.cond(x.sum() > 0, inner, lambda v: v.bfloat16(), (x,))
+
     x = torch.randn(4, 8)
-    for function in (branches, loop):
+    for function in (branches, branches_in_a_branch, loop):
         for asked in ("fp32", "off", {"dtype": torch.float16}):
             with pytest.raises(ValueError, match=r"call of linear .*a body of the higher-order op"):
                 lowered({"op": {"aten::linear": asked}}, function, x)
