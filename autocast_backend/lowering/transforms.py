@@ -156,8 +156,8 @@ class _CachedInside(Exception):
 def _weights_cast(
     span: list[Candidate], eager: Observation, found: Mapping[fx.Node, Recipe]
 ) -> Given:
-    """The weights that eager autocast was seen to cast, and keeps the casts of. Calls without a
-    rule are taken to cast a weight only where none with a rule does."""
+    """The weights that eager autocast was seen to cast, and keeps the casts of. Calls that are not
+    in `found` are taken to cast a weight only where none in it does."""
     inside = {c.node for c in span}
     readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for c in span:
