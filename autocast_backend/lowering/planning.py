@@ -40,8 +40,6 @@ class Candidate:
         shared: numbers of the arguments whose cast other calls read too.
         keeps: whether it casts weights for itself alone, where eager autocast shares these casts.
         shared_within: whether the call gets these arguments as they are, and finds their casts.
-        shared_before: the node before which such casts are made, with values that are known outside
-            of transforms; None: before the call itself.
         in_transform: whether it stands inside a `torch.func` transform, so that example values are
             of no use.
         selective: whether it stands inside a selective checkpoint.
@@ -59,7 +57,6 @@ class Candidate:
     shared: tuple[int, ...] = ()
     keeps: bool = False
     shared_within: bool = False
-    shared_before: fx.Node | None = None
     in_transform: bool = False
     selective: bool = False
     overridden: bool = False

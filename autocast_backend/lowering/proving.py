@@ -91,7 +91,8 @@ def _validate(c: Candidate, fake_mode: Any, strict: bool) -> Verdict:
     state, again = c.placement.state, False
     if not comes_with_torch(c.node.target) and (weights := _weights(c)):
         # A user's rule may cast without eager's weight cache.
-        again = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad, weights)
+        anew = casts_again(lambda: follow(c.node, Recipe()), state, fake_mode, c.grad)
+        again = not anew.isdisjoint(map(id, weights))
         state = replace(state, cache_enabled=not again)
 
     def watch(recipe: Recipe, under: AutocastState | None) -> Observation | Failed:

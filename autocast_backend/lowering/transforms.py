@@ -7,14 +7,15 @@ Between the two ends, example values are wrappers of a transform level that no l
 call can be asked about alone. The whole span is asked about instead, run from its inputs: as it is
 under autocast, and with autocast off and the casts of the policy table in it. Casts of weights,
 which other calls read too, stand where eager autocast makes them: autograd adds gradients up in the
-order of the calls. But what a gradient's level gives is a wrapper, of no use after it, so in a span
-with such a level they stand before the span.
+order of the calls. Inside of a gradient, each call casts for itself: what it reads is a wrapper,
+which eager's cache does not know.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,22 @@ from .._torch.dynamo_graphs import (
 from .._torch.tensors import is_of_transform
 from ..policies.table import Policy
 from ..state import AutocastState
-from ..validation.compare import Failed, Observation, casts_again, difference, is_weight, observe
+from ..validation.compare import (
+    Failed,
+    Observation,
+    WeightCache,
+    casts_again,
+    difference,
+    is_weight,
+    observe,
+)
 from . import recipes
 from .planning import Candidate
 from .proving import looks_mutating, replicas
 from .recipes import Recipe
+
+Read = tuple[fx.Node, int]
+"""A call, and the `id` of a weight that it reads."""
 
 Given = dict[fx.Node, tuple[int, ...]]
 """Calls, and the numbers of their arguments that are weights, whose casts other calls read too."""
@@ -50,7 +62,6 @@ def judge_transforms(candidates: list[Candidate], fake_mode: Any) -> None:
         reason = _why_not(span)
         found: dict[fx.Node, Recipe] = {}
         given: Given | None = {}
-        wrapping = any(is_gradient_transform(c.node.target) for c in span)
         if reason is None:
             reason, given = _judge(span, fake_mode, found)
         elif any(casts[cast] > 1 for c in span for cast in _casts_kept(c)):
@@ -60,7 +71,6 @@ def judge_transforms(candidates: list[Candidate], fake_mode: Any) -> None:
             c.refused = reason and f"{c.refused}: {reason}"
             c.recipe = None if reason else found.get(c.node)
             c.shared = (given or {}).get(c.node, ())
-            c.shared_before = span[0].node if wrapping else c.node
 
 
 def _judge(
@@ -74,30 +84,39 @@ def _judge(
     """
     here, grad = span[0].placement.state, span[0].grad
     with functorch_levels_restored():
-        # What stands inside a gradient is a wrapper, which eager's cache does not know.
-        again = casts_again(lambda: _run(span), here, fake_mode, grad)
-        cached = here.cache_enabled and not again
+        running: list[fx.Node] = []
+
+        def read(weight: torch.Tensor) -> Read:
+            return running[-1], id(weight)
+
+        def cached(weight: torch.Tensor) -> bool:
+            return here.cache_enabled and read(weight) not in again
 
         def watch(
-            under: AutocastState | None, weight_cache: bool = cached, **arguments: Any
+            under: AutocastState | None, weight_cache: WeightCache = cached, **arguments: Any
         ) -> Observation | Failed:
-            return observe(lambda: _run(span, **arguments), under, fake_mode, grad, weight_cache)
+            call = partial(_run, span, running, **arguments)
+            return observe(call, under, fake_mode, grad, weight_cache)
 
+        again = casts_again(partial(_run, span, running), here, fake_mode, grad, read)
         eager = watch(here)
         if isinstance(eager, Failed):
             return difference(eager, eager, "ops"), {}
         reason = difference(eager, watch(None, found=found), "ops")
         if reason:
             # It stays under autocast. May it at least read the casts that other calls read?
-            for rules in ({}, found) if cached else ():
-                given = _weights_cast(span, eager, rules)
+            for rules in ({}, found):
+                given = _weights_cast(span, eager, again, rules)
                 if not given or not (
-                    difference(eager, watch(here, given=given), "ops")
+                    _wrapped(span, given)
+                    or difference(eager, watch(here, given=given), "ops")
                     or _others_cast(eager, given, watch(here, weight_cache=False, given=given))
                 ):
                     return reason, given
-            return reason, None if cached else {}
-        given = _weights_cast(span, eager, found) if cached else {}
+            return reason, None
+        given = _weights_cast(span, eager, again, found)
+        if _wrapped(span, given):
+            return "autocast keeps a cast that it makes inside of a gradient", None
         # A weight that the transform slices is cast whole: before the call that slices it.
         sliced = {n: given[n] for n in given if n not in found}
         if sliced and (why := difference(eager, watch(None, found={}, given=sliced), "ops")):
@@ -132,6 +151,20 @@ def _spans(candidates: list[Candidate]) -> Iterator[list[Candidate]]:
             span = []
 
 
+def _wrapped(span: list[Candidate], given: Given) -> bool:
+    """Whether a cast before one of the calls would give a gradient's wrapper, of no use outside. (A
+    cast that `vmap` makes inside of a gradient is none, and eager's cache keeps it.)"""
+    levels: list[bool] = []
+    for c in span:
+        if c.node in given and any(levels):
+            return True
+        if (change := is_functorch_transform(c.node.target)) > 0:
+            levels.append(is_gradient_transform(c.node.target))
+        elif change < 0:
+            levels.pop()
+    return False
+
+
 def _why_not(span: list[Candidate]) -> str | None:
     first, last = span[0], span[-1]
     whole = last.position - first.position + 1 == len(span)
@@ -154,17 +187,23 @@ class _CachedInside(Exception):
 
 
 def _weights_cast(
-    span: list[Candidate], eager: Observation, found: Mapping[fx.Node, Recipe]
+    span: list[Candidate],
+    eager: Observation,
+    again: Collection[Read],
+    found: Mapping[fx.Node, Recipe],
 ) -> Given:
     """The weights that eager autocast was seen to cast, and keeps the casts of. Calls that are not
-    in `found` are taken to cast a weight only where none in it does."""
+    in `found` are taken to cast a weight only where none in it does.
+
+    Args:
+        again: the calls that cast a weight anew, whatever is kept.
+    """
     inside = {c.node for c in span}
     readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for c in span:
         for i, n in enumerate(recipes.tensor_arguments(c.node)):
-            value: Any = n.meta.get("example_value")
-            dtype = eager.cast_to.get(id(value))
-            if n not in inside and dtype not in (None, torch.float32) and is_weight(value):
+            key = id(n.meta.get("example_value"))
+            if n not in inside and key in eager.kept and (c.node, key) not in again:
                 readers.setdefault(n, []).append((c.node, i))
     given: Given = {}
     for calls in readers.values():
@@ -187,12 +226,14 @@ def _others_cast(eager: Observation, given: Given, uncached: Observation | Faile
 
 def _run(
     span: list[Candidate],
+    running: list[fx.Node],
     found: dict[fx.Node, Recipe] | None = None,
     given: Given | None = None,
 ) -> Any:
     """Run a span, and return what others read of it.
 
     Args:
+        running: the call that runs is put onto its end.
         found: make the casts of the policy table, and put them into it.
         given: cast these weights before the calls.
     """
@@ -209,6 +250,7 @@ def _run(
         return outside if kept else fresh(outside)
 
     for c in span:
+        running.append(c.node)
         recipe: Recipe | None = None
         if found is not None and (recipe := recipes.build(c.node, here, value_of=value)):
             found[c.node] = recipe

@@ -186,7 +186,7 @@ class Writer:
             weight = self._weight(args[0])
             key = (weight, target, args[1:], c.placement.scope, c.grad)
             if key not in self.weight_casts:
-                with self.graph.inserting_before(c.shared_before or c.node):
+                with self.graph.inserting_before(c.node):
                     # A weight comes from outside of transforms, and its cast has an example value.
                     cast = self._add(c, target, (weight, *args[1:]), kwargs, inside=False)
                 self.weight_casts[key] = cast

@@ -52,6 +52,7 @@ class Observation:
         casts: how many casts it made.
         cast_to: `id` of every tensor that a cast was given, and the dtype it was cast to.
         read_first: `id` of every tensor among them that another op had got before.
+        kept: `id` of every weight whose cast eager's cache keeps.
         own_backward: whether some of its backward is a formula of its own, of tensors that nothing
             here tells about.
     """
@@ -62,6 +63,7 @@ class Observation:
     casts: int = 0
     cast_to: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict, compare=False)
     read_first: Collection[int] = dataclasses.field(default_factory=frozenset, compare=False)
+    kept: Collection[int] = dataclasses.field(default_factory=frozenset, compare=False)
     own_backward: bool = False
 
     @property
@@ -92,15 +94,24 @@ def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
     return tuple(t.dtype for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
+WeightCache = bool | Callable[[torch.Tensor], bool]
+"""Whether casts of one weight count as one, as eager's cache makes them; or what tells so of the
+cast of a weight that is made now."""
+
+
 class _Recorder(TorchDispatchMode):
-    def __init__(self, weight_cache: bool) -> None:
+    def __init__(self, weight_cache: WeightCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.casts: set[tuple[int, ...]] = set()
         self.cast_to: dict[int, torch.dtype] = {}
         self.read: set[int] = set()
         self.read_first: set[int] = set()
-        self._weight_cache = weight_cache
+        self._caches = weight_cache if callable(weight_cache) else lambda _: bool(weight_cache)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        return frozenset(key[0] for key in self.casts if len(key) == 1)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -108,7 +119,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func in _CASTS:
             if out.dtype is not args[0].dtype:
-                cached = self._weight_cache and is_weight(args[0])
+                cached = is_weight(args[0]) and self._caches(args[0])
                 self.casts.add((id(args[0]),) if cached else (id(args[0]), len(self.casts)))
                 if id(args[0]) in self.read - self.cast_to.keys():
                     self.read_first.add(id(args[0]))
@@ -138,11 +149,9 @@ def observe(
     state: AutocastState | None,
     fake_mode: Any,
     grad: bool,
-    weight_cache: bool = True,
+    weight_cache: WeightCache = True,
 ) -> Observation | Failed:
     """Run `call` on fake tensors under `state` (None: autocast off) and record what it does.
-
-    With `weight_cache`, casts of one weight count as one, as eager's cache makes them.
 
     A call that raises is an answer too - some ops refuse mixed dtypes, which autocast spares them -
     so every exception is turned into `Failed`.
@@ -163,6 +172,7 @@ def observe(
         len(recorder.casts),
         recorder.cast_to,
         recorder.read_first,
+        recorder.kept,
         has_own_formula(results, first),
     )
 
@@ -172,25 +182,29 @@ def casts_again(
     state: AutocastState,
     fake_mode: Any,
     grad: bool,
-    weights: Collection[torch.Tensor] | None = None,
-) -> bool:
-    """Whether a second call casts a weight again that the first one cast, with eager's weight cache
-    on: so do rules of `torch.library.register_autocast`, and a `Tensor.to` inside the call.
+    key: Callable[[torch.Tensor], Any] = id,
+) -> set[Any]:
+    """The keys of the weights that a second call casts again, though the first one cast them with
+    eager's weight cache on: so do rules of `torch.library.register_autocast`, a `Tensor.to` inside
+    the call, and what reads wrappers of weights. (Leaves that the call itself makes count, too.)
 
     Args:
-        weights: those that count; None for all, leaves that the call itself makes as well.
+        key: called with a weight when it is cast.
     """
-    recorder = _Recorder(weight_cache=True)
+    found = set()
+
+    def note(weight: torch.Tensor) -> bool:
+        found.add(key(weight))
+        return True
 
     def twice() -> None:
         with weight_cache_on():
             call()
-            with recorder:
+            with _Recorder(note):
                 call()
 
     observe(twice, state, fake_mode, grad)
-    known = None if weights is None else {id(w) for w in weights}
-    return any(len(key) == 1 and (known is None or key[0] in known) for key in recorder.casts)
+    return found
 
 
 def observed(value: Any) -> Observation:
