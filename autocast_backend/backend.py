@@ -39,7 +39,7 @@ from ._torch.mutation import writes_to_inputs_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.traces import traces_noted
-from .backward.joint import save_random_numbers
+from .backward.joint_passes import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched

@@ -90,6 +90,10 @@ def _overlooked(saved: list[fx.Node], backward: Collection[fx.Node]) -> list[fx.
     return overlooked
 
 
+def in_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
 def is_recomputed(node: fx.Node) -> bool:
     """Whether a checkpoint has a node of a joint graph computed again in the backward."""
     from torch._functorch.partitioners import must_recompute

@@ -53,15 +53,8 @@ from .ambient import (
 from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .hooks import unpacks_differently
-from .joint import (
-    Numbering,
-    extract_backward,
-    give_zeros_memory,
-    keep_in_backward,
-    mark_values,
-    save_what_is_overwritten,
-    saved_nodes,
-)
+from .joint import Numbering, extract_backward, mark_values, saved_nodes
+from .joint_passes import give_zeros_memory, keep_in_backward, save_what_is_overwritten
 from .nested import has_nested, write_out
 
 log = _logging.log

@@ -16,7 +16,8 @@ from autocast_backend._torch.aot import TrainingGraph, training_graphs
 from autocast_backend._torch.autocast import disable_autocast
 from autocast_backend._torch.joint_graphs import JointGraph
 from autocast_backend.backward.differences import autocast_can_change, calls_of, differing_ops
-from autocast_backend.backward.joint import extract_backward, keep_in_backward
+from autocast_backend.backward.joint import extract_backward
+from autocast_backend.backward.joint_passes import keep_in_backward
 from tests.support import BF16, assert_same_bits
 
 ATEN = torch.ops.aten
