@@ -91,7 +91,7 @@ class InPlaceAndViews(Layers):
 class Dropout(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):
-            return self.b(F.dropout(self.a(x), 0.5))
+            return self.b(F.dropout(self.a(x), 0.3))
 
 
 class Convolutional(nn.Module):

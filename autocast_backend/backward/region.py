@@ -54,7 +54,12 @@ from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .hooks import unpacks_differently
 from .joint import Numbering, extract_backward, mark_values, saved_nodes
-from .joint_passes import give_zeros_memory, keep_in_backward, save_what_is_overwritten
+from .joint_passes import (
+    dropout_as_in_eager_mode,
+    give_zeros_memory,
+    keep_in_backward,
+    save_what_is_overwritten,
+)
 from .nested import has_nested, write_out
 
 log = _logging.log
@@ -121,12 +126,14 @@ class Region:
     def keep_in_backward(self, joint: fx.GraphModule) -> None:
         """A pass over the joint graph before it is partitioned."""
         give_zeros_memory(joint)
+        dropout_as_in_eager_mode(joint)
         self.can_change |= keep_in_backward(joint, self.device_types)
         save_what_is_overwritten(joint)
 
     def _prepare(self, joint: fx.GraphModule) -> None:
         """A pass over each joint graph that is traced again."""
         give_zeros_memory(joint)
+        dropout_as_in_eager_mode(joint)
         save_what_is_overwritten(joint)
         mark_values(joint, self._values)
 

@@ -30,7 +30,7 @@ class Checkpointed(nn.Module):
         with torch.autocast("cpu", enabled=False):
             x = F.dropout(self.a(x.float()).relu(), 0.4)
             if self.twice:
-                x = x.sin() * F.dropout(x, 0.5) + F.dropout(x, 0.5)
+                x = x.sin() * F.dropout(x, 0.3) + F.dropout(x, 0.3)
             return self.ends_in(self.b(x).sin())
 
     @staticmethod

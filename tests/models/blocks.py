@@ -488,10 +488,10 @@ def masked_tokens(self: Any, x: Tensor) -> Tensor:
 @block(proj=linear)
 def dropped_features(self: Any, x: Tensor) -> Tensor:
     y = F.dropout1d(self.proj(x), 0.5)
-    return F.alpha_dropout(F.dropout(y, 0.5), 0.5, training=True)
+    return F.alpha_dropout(F.dropout(y, 0.3), 0.5, training=True)
 
 
-@block(attention=lambda: nn.MultiheadAttention(SIZE, HEADS, dropout=0.5, batch_first=True))
+@block(attention=lambda: nn.MultiheadAttention(SIZE, HEADS, dropout=0.3, batch_first=True))
 def attention_with_dropout(self: Any, x: Tensor) -> Tensor:
     return self.attention(x, x, x, need_weights=False)[0]
 
