@@ -39,6 +39,7 @@ from ._torch.mutation import writes_to_inputs_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.traces import traces_noted
+from ._torch.whole_ops import ops_kept_whole
 from .backward.joint_passes import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
@@ -268,6 +269,8 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
     if not isinstance(options.inner, str):
         return options.inner
     backend = lookup_backend(options.inner)
+    if options.inner.startswith("aot_eager"):
+        return _kept_whole(backend)
     if options.inner != "inductor":
         return backend
 
@@ -283,7 +286,17 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
             patches = {"inplace_buffers": False, "allow_buffer_reuse": False, **patches}
         return backend(graph_module, inputs, config_patches=patches or None)
 
-    return inductor
+    return _kept_whole(inductor) if options.inductor.get("fallback_by_default") else inductor
+
+
+def _kept_whole(inner: Inner) -> Inner:
+    """An inner compiler that runs op by op, with ATen's own ops."""
+
+    def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with ops_kept_whole():
+            return inner(graph_module, inputs)
+
+    return compiler
 
 
 _MISTRACED = "AOTAutograd's trace of it gives another dtype than eager autocast does"

@@ -8,7 +8,7 @@ difference is not ours.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -69,6 +69,18 @@ class Product(torch.autograd.Function):
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in a nest, in order."""
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def weighted_sum(outputs: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A loss with another gradient for each element, in the strides of the output: AOTAutograd
+    copies gradients of other strides, as the expanded ones of a plain sum, for its backward."""
+
+    def of(output: torch.Tensor) -> torch.Tensor:
+        dense = (output if output.layout is torch.strided else output.to_dense()).float()
+        weights = torch.linspace(0.5, 1.5, dense.numel(), device=dense.device)
+        return (dense * torch.empty_like(dense).copy_(weights.view(dense.shape))).sum()
+
+    return torch.stack([of(output) for output in outputs]).sum()
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:

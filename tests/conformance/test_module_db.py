@@ -28,7 +28,7 @@ from tests.conformance.one_trace import (
     same_bits_or_why_not,
     skip_for,
 )
-from tests.support import DEVICE, assert_same_bits, autocast_put_right, tensors
+from tests.support import DEVICE, assert_same_bits, autocast_put_right, tensors, weighted_sum
 
 MODULES = {info.formatted_name: info for info in module_db}
 
@@ -90,7 +90,7 @@ def outcome(call: Callable[..., Any], module: nn.Module, sample: ModuleInput) ->
     roots = [t for t in outputs if t.requires_grad]
     gradients: list[Any] = []
     if roots and leaves:
-        loss = torch.stack([t.float().sum() for t in roots]).sum()
+        loss = weighted_sum(roots)
         gradients += torch.autograd.grad(loss, leaves, allow_unused=True)
     return outputs, [b.clone() for b in module.buffers()], gradients
 
@@ -143,15 +143,6 @@ EAGER_RAISES = {"nn_FractionalMaxPool2d", "nn_FractionalMaxPool3d"}
 NO_FLOAT16 = "could not create a primitive descriptor for the LSTM forward"
 
 DIFFERENT_IN_STOCK = {
-    # decomposed by AOTAutograd
-    "nn_BatchNorm1d",
-    "nn_BatchNorm2d",
-    "nn_BatchNorm3d",
-    "nn_InstanceNorm1d",
-    "nn_InstanceNorm2d",
-    "nn_InstanceNorm3d",
-    "nn_MultiLabelMarginLoss",
-    "nn_MultiMarginLoss",
     # a custom op without an autocast rule (`CustomOpWarning` says so); since torch 2.15
     "nn_LinearCrossEntropyLoss",
 }

@@ -1,0 +1,86 @@
+"""Ops of ATen that AOTAutograd takes apart above autograd, and that eager mode runs whole.
+
+    upsample_bilinear2d.vec       what is called
+        upsample_bilinear2d       in eager mode; its backward is upsample_bilinear2d_backward
+        arange, index, mul, ...   with AOTAutograd; their backward adds up what the indices name
+
+The parts round elsewhere. Inductor makes one kernel of them; who runs op by op is better off with
+the op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+_INTERPOLATION = (
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+)
+_LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def ops_kept_whole() -> Iterator[None]:
+    """Have AOTAutograd trace these ops as they are, in what this thread does meanwhile, where it
+    knows their sizes."""
+    _register()
+    before = getattr(_here, "whole", False)
+    _here.whole = True
+    try:
+        yield
+    finally:
+        _here.whole = before
+
+
+@functools.cache
+def _register() -> None:
+    """Ask the thread, wherever PyTorch has a decomposition above autograd. (A decomposition that
+    went and came with each compilation would be missed by other threads.)"""
+    aten = torch.ops.aten
+    for name in _INTERPOLATION:
+        op = getattr(aten, name)
+        _put(op.vec, functools.partial(_by_sizes, op.default))
+        _put(op.default, functools.partial(op.default._op_dk, DispatchKey.Autograd))
+    for name in _LOSSES:
+        op = getattr(aten, name).default
+        _put(op, functools.partial(op._op_dk, DispatchKey.Autograd))
+
+
+def _put(op: OpOverload, whole: Callable[..., Any]) -> None:
+    for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+        if (apart := op.py_kernels.get(key)) is not None:
+            op.py_kernels[key] = functools.partial(_chosen, whole, apart)
+    op._dispatch_cache.clear()
+
+
+def _chosen(whole: Callable[..., Any], apart: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    asked = getattr(_here, "whole", False) and not _has_symbols((args[0].shape, args[1:], kwargs))
+    return (whole if asked else apart)(*args, **kwargs)
+
+
+def _has_symbols(values: Any) -> bool:
+    """Whether there are sizes that are not known: ATen's backward ops do not take such."""
+    return any(isinstance(v, torch.SymInt | torch.SymFloat) for v in pytree.tree_leaves(values))
+
+
+def _by_sizes(
+    op: OpOverload, x: torch.Tensor, sizes: Any, align_corners: bool, scales: Any = None
+) -> Any:
+    """Call the overload with sizes, as ATen's composite kernel does."""
+    from torch._decomp.decompositions import upsample_compute_output_size
+
+    given = scales or [None] * (x.dim() - 2)
+    return op(x, upsample_compute_output_size(x.size(), sizes, scales), align_corners, *given)
