@@ -124,6 +124,11 @@ def _instead(name: Any, names: list[str]) -> str:
 
 
 def _check_inner(inner: Any) -> str | Callable[..., Any]:
+    name = f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', '')}"
+    if inner == "smart_autocast" or name == "autocast_backend.backend.smart_autocast":
+        raise OptionValueError(
+            "option 'inner': expected another backend than 'smart_autocast', such as 'inductor'"
+        )
     if callable(inner):
         return inner
     if not isinstance(inner, str):
@@ -131,10 +136,6 @@ def _check_inner(inner: Any) -> str | Callable[..., Any]:
             f"option 'inner': expected the name of a backend or a callable; got {inner!r}"
         )
     names = backend_names()
-    if inner == "smart_autocast":
-        raise OptionValueError(
-            "option 'inner': expected another backend than 'smart_autocast', such as 'inductor'"
-        )
     if inner not in names:
         raise OptionValueError(
             f"option 'inner': no backend is called {inner!r}; expected {nearest(inner, names)}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from autocast_backend import smart_autocast
 from autocast_backend.options import Options, parse_options
 from tests.support import BF16
 
@@ -47,6 +48,7 @@ def compile_with(options: Any = None, mode: str | None = None) -> Any:
         ),
         ({"inner": "aot_eger"}, r"no backend is called 'aot_eger'; expected .*'aot_eager'"),
         ({"inner": "smart_autocast"}, r"another backend than 'smart_autocast'"),
+        ({"inner": smart_autocast}, r"another backend than 'smart_autocast'"),
         ({"validate": "strictly"}, r"'strictly'; expected one of 'strict', 'dtype', 'off'"),
         ({"autocast": {"device_type": "gpu"}}, r"'autocast': device_type: expected one of"),
         ({"autocast": {"dtype": torch.float16}}, r"'autocast': \"device_type\" is missing"),

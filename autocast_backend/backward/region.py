@@ -125,17 +125,21 @@ class Region:
 
     def keep_in_backward(self, joint: fx.GraphModule) -> None:
         """A pass over the joint graph before it is partitioned."""
-        give_zeros_memory(joint)
-        dropout_as_in_eager_mode(joint)
+        self._put_right(joint)
         self.can_change |= keep_in_backward(joint, self.device_types)
         save_what_is_overwritten(joint)
 
     def _prepare(self, joint: fx.GraphModule) -> None:
         """A pass over each joint graph that is traced again."""
-        give_zeros_memory(joint)
-        dropout_as_in_eager_mode(joint)
+        self._put_right(joint)
         save_what_is_overwritten(joint)
         mark_values(joint, self._values)
+
+    def _put_right(self, joint: fx.GraphModule) -> None:
+        give_zeros_memory(joint)
+        # Nested regions are traced by themselves at first, and again as parts of the whole.
+        if not has_nested(self.graph_module):
+            dropout_as_in_eager_mode(joint)
 
     def follow_autocast(self, training: TrainingGraph) -> None:
         """Let the backward of `training` follow the autocast state it runs under."""

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from .._torch.autocast import enter_autocast
+from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.fake_tensors import fake_mode_of
 from ..graphs import nodes_of
+from ..state import AutocastState
+
+
+@functools.cache
+def provable_device_types() -> tuple[str, ...]:
+    """The device types for whose policies a program can be lowered: on fake tensors of the others
+    nothing runs under autocast (IPU), or autocast does nothing (MAIA)."""
+    return tuple(filter(_casts_fake_tensors, autocast_device_types()))
+
+
+def _casts_fake_tensors(device_type: str) -> bool:
+    dtype = torch.bfloat16
+    state = AutocastState.of({"device_type": device_type, "dtype": dtype})
+    with FakeTensorMode(), state.applied():
+        x = torch.empty(1, 1, device=f"{device_type}:0")
+        try:
+            return torch.mm(x, x).dtype is dtype
+        except NotImplementedError:
+            return False
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from .._logging import log
-from .._torch.autocast import autocast_device_types, enter_autocast
+from .._torch.autocast import enter_autocast
 from .._torch.dynamo_graphs import is_higher_order_op
 from .._torch.export import erase_tracepoints, with_graph
 from .._torch.modes import outside_of_inference_mode
@@ -21,12 +21,12 @@ from ..lowering.context import Context
 from ..lowering.propagate import propagate
 from ..lowering.standalone import lower_flat
 from ..policies.modules import bind
-from ..policies.overrides import parse_overrides
+from ..policies.overrides import PolicyError, parse_overrides
 from ..regions import RegionError, call_name, hops_to_regions, regions_to_hops, where
 from ..reports.report import Report
 from ..state import AutocastState
 from .checks import floating_point_checks, with_dtype, without_dtype
-from .devices import on_device_type
+from .devices import on_device_type, provable_device_types
 from .storable import without_absent_dtypes, without_absent_results
 
 
@@ -112,7 +112,7 @@ def _explained(device_type: str | None) -> Iterator[None]:
     """Say what fake tensors of a device type that is not there have to do with an error."""
     try:
         yield
-    except RegionError:
+    except (RegionError, PolicyError):
         raise
     except (RuntimeError, AssertionError) as error:
         if device_type is None:
@@ -208,8 +208,8 @@ def _check(program: Any) -> None:
 
 
 def check_device_type(device_type: Any, argument: str = "device_type") -> None:
-    """Refuse what is neither None nor a device type that autocast knows."""
-    known = autocast_device_types()
+    """Refuse what is neither None nor a device type whose autocast can be asked."""
+    known = provable_device_types()
     if device_type is not None and not isinstance(device_type, str):
         raise TypeError(f"{argument}: expected a string or None; got {device_type!r}")
     if device_type is not None and device_type not in known:

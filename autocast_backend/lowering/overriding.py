@@ -52,19 +52,14 @@ class Overrider:
     _treated_otherwise: dict[str, bool] = field(default_factory=dict)
 
     def forces(self, node: fx.Node, placement: Placement, refused: str | None) -> bool:
-        """Whether an override decides about a call without a look at what autocast makes of it,
-        which may be an error: of a `cat` of another lower precision than the region's, say. And
-        what a `torch.func` transform consists of may run once alone.
+        """Whether an override decides about a call without a look at what autocast makes of it.
+        (What a `torch.func` transform consists of may run once alone.)
 
         Args:
             refused: why the call cannot be lowered; None where it can.
         """
         override = self.overrides.of(node) if placement.state.enabled_devices else None
-        if override is None:
-            return False
-        if override.key == "op" or refused is not None:
-            return True
-        return recipes.build(node, placement.state) is not None
+        return override is not None and (override.key == "op" or refused is not None)
 
     def decide(
         self, node: fx.Node, placement: Placement, grad: bool, fake_mode: Any, refused: str | None

@@ -191,9 +191,11 @@ class _Run:
         try:
             # A module names a call only if autocast treats it, which its value tells.
             if not overrider.forces(node, placement, refused):
-                with placement.state.applied():
+                # It may be an error, as of a `cat` of another lower precision than the region's;
+                # and run once more, if nothing overrides it.
+                with contextlib.suppress(RuntimeError), placement.state.applied():
                     values[node] = recipes.run(node.target, args, kwargs)
-                _note(node, values)
+                    _note(node, values)
             asked = overrider.decide(node, placement, grad, self._fake_mode, refused)
             if asked is None and node in values:
                 return

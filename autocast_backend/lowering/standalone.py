@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from .._torch.autocast import wrap_with_autocast
 from .._torch.fake_tensors import fake_mode_of
@@ -16,6 +17,8 @@ from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
 from ..regions import hops_to_regions, regions_to_hops
 from ..state import AutocastState
+from ..validation.compare import is_weight, observe
+from . import recipes
 from .context import Context
 from .lower import lower
 from .propagate import propagate
@@ -118,6 +121,8 @@ def lower_flat(
         if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     with outside_of_inference_mode():
+        if traced:
+            _know_weights_again(graph_module)
         separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
         if context.overrides or not propagated:
             propagate(graph_module, context)
@@ -138,3 +143,33 @@ def _forget_dtypes_of_moves(graph_module: fx.GraphModule) -> None:
         dtype = node.kwargs.get("dtype")
         if node.target is _MOVE and isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+
+
+def _know_weights_again(graph_module: fx.GraphModule) -> None:
+    """Give a call that returns the weight it gets (`w.to(device)`, `+w`) the value of that weight,
+    as Dynamo does: it is one weight, cast once. An exported program has a value of its own there.
+
+    Not `w.float()`: it returns another tensor, where the program is given a `w` of another dtype.
+    """
+    for node in nodes_of(graph_module):
+        if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+            continue
+        for read in node.all_input_nodes:
+            value = read.meta.get("example_value")
+            weight = isinstance(value, torch.Tensor) and is_weight(value)
+            if weight and all(_returns(node, read, d) for d in (torch.float32, torch.float64)):
+                node.meta["example_value"] = value
+
+
+def _returns(node: fx.Node, argument: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a call returns an argument that has a dtype."""
+    values: dict[fx.Node, Any] = {n: n.meta.get("example_value") for n in node.all_input_nodes}
+    result: list[Any] = []
+
+    def call() -> None:
+        values[argument] = values[argument].to(dtype)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        result.append(recipes.run(node.target, args, kwargs))
+
+    observe(call, None, fake_mode_of(values.values()), grad=True)
+    return bool(result) and result[0] is values[argument]

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import autocast_backend.export
 from autocast_backend import lower_autocast
 from autocast_backend._torch.autocast import enter_autocast, exit_autocast, wrap_with_autocast
 from autocast_backend.graphs import nodes_of
+from autocast_backend.policies.overrides import PolicyError
 from autocast_backend.regions import RegionError, hops_to_regions
 from tests.export.support import Region, cuda_dtypes, dtypes, export, save_and_load
 from tests.support import BF16, assert_same_bits, capture, needs_torch, targets
@@ -359,6 +361,51 @@ def test_gradients_of_a_reused_weight() -> None:
     assert not torch.equal(gradient(program.module()), expected)
 
 
+@pytest.mark.parametrize("device_type", [None, "cpu", "cuda"])
+def test_an_override_that_a_call_cannot_take(device_type: str | None) -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(**BF16):
+                return x.flatten() @ x.flatten()
+
+    program = torch.export.export(Flat(), (X,))
+    with pytest.raises(PolicyError, match="'aten::flatten'"):
+        lower(program, device_type=device_type, policies={"op": {"aten::flatten": "fp32"}})
+
+
+RETURNS_WHAT_IT_GETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cpu": lambda w, x: w.cpu(),
+    "device": lambda w, x: w.to(x.device),
+    "dropout": lambda w, x: F.dropout(w, 0.5, training=False),
+    "memory_format": lambda w, x: w.to(memory_format=torch.contiguous_format),
+    "positive": lambda w, x: +w,
+    "real": lambda w, x: w.real,
+    "resolve_conj": lambda w, x: w.resolve_conj(),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS_WHAT_IT_GETS)
+def test_gradients_of_a_weight_that_calls_return_as_it_is(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8).sin())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(**BF16):
+                y = x[:, :8] @ RETURNS_WHAT_IT_GETS[name](self.weight, x)
+                return y @ self.weight + y @ RETURNS_WHAT_IT_GETS[name](self.weight, x).sin()
+
+    def gradient(model: nn.Module) -> Tensor:
+        model(X).float().square().sum().backward()
+        return next(model.parameters()).grad
+
+    program = torch.export.export(Model(), (X,))
+    expected = gradient(Model())
+    assert not torch.equal(gradient(program.module()), expected), "a case that shows nothing"
+    assert_same_bits(gradient(module(lower(program))), expected)
+
+
 class Power(nn.Module):
     def forward(self, w: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(**BF16):
@@ -597,8 +644,9 @@ def test_arguments_that_are_refused() -> None:
         module(Layer())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Lower it first"):
         lower(program.run_decompositions())
-    with pytest.raises(ValueError, match=r"device_type: expected one of cpu, cuda.*got 'gpu'"):
-        lower(program, device_type="gpu")
+    for other in ("gpu", "maia"):  # fake tensors of MAIA know no autocast
+        with pytest.raises(ValueError, match=rf"device_type: expected one of cpu, .*got '{other}'"):
+            lower(program, device_type=other)
     with pytest.raises(TypeError, match="device_type: expected a string or None; got 3"):
         lower(program, device_type=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ambient: unknown torch\.autocast argument"):

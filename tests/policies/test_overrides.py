@@ -458,20 +458,21 @@ def test_a_call_in_a_body_that_is_not_looked_into() -> None:
         lowered({"module": {"0": "fp32"}}, branches, x)
 
 
-def test_an_override_of_a_call_that_autocast_refuses() -> None:
+@pytest.mark.parametrize("join", [torch.cat, torch.concat, torch.hstack, torch.column_stack])
+def test_an_override_of_a_call_that_autocast_refuses(join: Any) -> None:
     """Autocast to float16 raises at a `cat` of bfloat16; the override asks for another state."""
     weight = torch.randn(8, 8)
 
     class Outer(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast(**FP16):
-                return torch.cat([F.linear(x, weight), x])
+                return join([F.linear(x, weight), x])
 
     for asked in ({"op": {"aten::linear": {"dtype": torch.bfloat16}}}, {"module": {}}):
         asked = {**asked, "module": {"**": {"dtype": torch.bfloat16}}}
         x = torch.randn(4, 8)
         with torch.autocast(**BF16):
-            expected = torch.cat([F.linear(x, weight), x])
+            expected = join([F.linear(x, weight), x])
         assert_same_bits(compile_model(Outer(), asked)(x), expected)
 
 
