@@ -32,6 +32,12 @@ def fake_mode_of(values: Iterable[Any]) -> Any | None:
     return None
 
 
+def new_fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def makes_fake_tensors() -> bool:
     """Whether a FakeTensorMode is on: what ops return then has no memory."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

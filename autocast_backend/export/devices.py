@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from .._torch.autocast import autocast_device_types, enter_autocast
-from .._torch.fake_tensors import fake_mode_of
+from .._torch.fake_tensors import fake_mode_of, new_fake_mode
 from ..graphs import nodes_of
 from ..state import AutocastState
 
@@ -28,7 +27,7 @@ def provable_device_types() -> tuple[str, ...]:
 def _casts_fake_tensors(device_type: str) -> bool:
     dtype = torch.bfloat16
     state = AutocastState.of({"device_type": device_type, "dtype": dtype})
-    with FakeTensorMode(), state.applied():
+    with new_fake_mode(), state.applied():
         x = torch.empty(1, 1, device=f"{device_type}:0")
         try:
             return torch.mm(x, x).dtype is dtype

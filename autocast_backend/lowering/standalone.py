@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from .._torch.autocast import wrap_with_autocast
 from .._torch.fake_tensors import fake_mode_of
 from .._torch.modes import outside_of_inference_mode
+from .._torch.ops import is_dispatched
 from ..graphs import check_graph_module, nodes_of
 from ..policies.modules import bind
 from ..policies.overrides import parse_overrides
@@ -22,6 +22,7 @@ from . import recipes
 from .context import Context
 from .lower import lower
 from .propagate import propagate
+from .proving import looks_mutating
 from .separate import separate_bodies
 
 _MOVE = torch.ops.aten.to.dtype_layout
@@ -152,7 +153,7 @@ def _know_weights_again(graph_module: fx.GraphModule) -> None:
     Not `w.float()`: it returns another tensor, where the program is given a `w` of another dtype.
     """
     for node in nodes_of(graph_module):
-        if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        if not is_dispatched(node.target) or looks_mutating(node):
             continue
         for read in node.all_input_nodes:
             value = read.meta.get("example_value")
