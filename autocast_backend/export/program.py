@@ -84,9 +84,14 @@ def lower_with_report(
     _check(exported_program)
     check_device_type(device_type)
     overrides = bind(parse_overrides("policies", policies), exported_program.graph_module)
-    context = Context(
-        AutocastState.of(ambient), other_dtypes="all", overrides=overrides, watched=False
-    )
+    state = AutocastState.of(ambient)
+    if device_type and state.enabled_devices and not state.device(device_type).enabled:
+        given = ", ".join(d.device_type for d in state.enabled_devices)
+        raise ValueError(
+            f"ambient: expected autocast for {device_type!r}, which device_type names; got one for "
+            f"{given}, which would do nothing there"
+        )
+    context = Context(state, other_dtypes="all", overrides=overrides, watched=False)
     graph, signature = hops_to_regions(
         exported_program.graph_module, exported_program.graph_signature
     )

@@ -651,6 +651,8 @@ def test_arguments_that_are_refused() -> None:
         lower(program, device_type=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ambient: unknown torch\.autocast argument"):
         lower(program, ambient={"device": "cpu"})
+    with pytest.raises(ValueError, match=r"ambient: expected autocast for 'cuda'.*got .* for cpu"):
+        lower(program, ambient=BF16, device_type="cuda")
 
 
 def traced(x: Tensor, w: Tensor) -> Any:
