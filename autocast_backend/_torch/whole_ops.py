@@ -1,4 +1,4 @@
-"""Ops of ATen that AOTAutograd takes apart above autograd, and that eager mode runs whole.
+"""Ops of ATen that AOTAutograd writes as others above autograd, where eager mode runs them whole.
 
     upsample_bilinear2d.vec       what is called
         upsample_bilinear2d       in eager mode; its backward is upsample_bilinear2d_backward
@@ -6,6 +6,9 @@
 
 The parts round elsewhere. Inductor makes one kernel of them; who runs op by op is better off with
 the op.
+
+    y, mask = native_dropout(x, 0.1, True)         AOTAutograd, for dropout; y = (x * mask) * 1.11
+    y = x * (mask / 0.9)                           eager mode, on the CPU; mask in the dtype of x
 """
 
 from __future__ import annotations
@@ -57,23 +60,42 @@ def _register() -> None:
     for name in _LOSSES:
         op = getattr(aten, name).default
         _put(op, functools.partial(op._op_dk, DispatchKey.Autograd))
+    for key, fused in _decompositions(aten.dropout.default):
+        aten.dropout.default.py_kernels[key] = functools.partial(_dropout, fused)
+    aten.dropout.default._dispatch_cache.clear()
+
+
+def _decompositions(op: OpOverload) -> list[tuple[DispatchKey, Callable[..., Any]]]:
+    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+    return [(key, op.py_kernels[key]) for key in keys if key in op.py_kernels]
 
 
 def _put(op: OpOverload, whole: Callable[..., Any]) -> None:
-    for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
-        if (apart := op.py_kernels.get(key)) is not None:
-            op.py_kernels[key] = functools.partial(_chosen, whole, apart)
+    for key, apart in _decompositions(op):
+        op.py_kernels[key] = functools.partial(_chosen, whole, apart)
     op._dispatch_cache.clear()
 
 
+def _asked() -> bool:
+    return getattr(_here, "whole", False)
+
+
 def _chosen(whole: Callable[..., Any], apart: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    asked = getattr(_here, "whole", False) and not _has_symbols((args[0].shape, args[1:], kwargs))
-    return (whole if asked else apart)(*args, **kwargs)
+    known = not _has_symbols((args[0].shape, args[1:], kwargs))
+    return (whole if _asked() and known else apart)(*args, **kwargs)
 
 
 def _has_symbols(values: Any) -> bool:
     """Whether there are sizes that are not known: ATen's backward ops do not take such."""
     return any(isinstance(v, torch.SymInt | torch.SymFloat) for v in pytree.tree_leaves(values))
+
+
+def _dropout(fused: Callable[..., Any], x: torch.Tensor, p: float, train: bool) -> Any:
+    plain = train and isinstance(p, float) and 0 < p < 1
+    if not (_asked() and plain and x.device.type == "cpu"):
+        return fused(x, p, train)
+    mask = torch.native_dropout(x, p, True)[1]  # in the strides of x, as eager mode draws it
+    return x * (mask.to(x.dtype) / (1 - p))
 
 
 def _by_sizes(

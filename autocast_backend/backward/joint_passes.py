@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from .._torch.fake_tensors import fake_mode_of, is_known
+from .._torch.fake_tensors import is_known
 from .._torch.joint_graphs import written_in_forward
 from .._torch.partitioning import draws_itself, in_backward, is_recomputed, must_save
 from .differences import autocast_acts_on
@@ -24,52 +22,6 @@ def give_zeros_memory(joint: fx.GraphModule) -> None:
     zeros = aten._efficientzerotensor.default
     for node in joint.graph.find_nodes(op="call_function", target=zeros):
         node.target, node.args = aten.full.default, (*node.args, 0)
-
-
-def dropout_as_in_eager_mode(joint: fx.GraphModule) -> None:
-    """On the CPU, have dropout multiply by a scaled mask, rounded to the dtype, as eager mode does.
-    AOTAutograd writes the fused ops of GPUs for it, and those scale what the mask has let through:
-
-        y, mask = native_dropout(x, 0.1, True)
-        gx = native_dropout_backward(gy, mask, 1.11)      gx = gy * (mask.to(gy.dtype) / 0.9)
-
-    In float32 the forward rounds elsewhere, too; in the other dtypes its bits are eager mode's.
-    Inductor has no such ops here, but with `mode="lite"`: it draws other numbers than eager mode.
-    """
-    aten = torch.ops.aten
-    backward = aten.native_dropout_backward.default
-    for node in joint.graph.find_nodes(op="call_function", target=backward):
-        gradient, mask, _ = node.args
-        drop = mask.args[0] if mask.target is operator.getitem else None
-        if drop is None or drop.target is not aten.native_dropout.default:
-            continue
-        x, p, _ = drop.args
-        if x.meta["val"].device.type != "cpu" or not isinstance(p, float) or not 0 < p < 1:
-            continue
-        _put_product(node, gradient, mask, 1 - p)
-        results = [user for user in drop.users if user.args[1] == 0]
-        if results and x.meta["val"].dtype is torch.float32:
-            drop.append(mask)
-            _put_product(results[0], x, mask, 1 - p)
-
-
-def _put_product(node: fx.Node, value: fx.Node, mask: fx.Node, keep: float) -> None:
-    """Put `value * (mask / keep)` in the place of a node."""
-    aten = torch.ops.aten
-    dtype = value.meta["val"].dtype
-    mode = fake_mode_of([value.meta["val"]]) or contextlib.nullcontext()
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = node.graph.call_function(target, args, kwargs)
-        with mode:
-            values = fx.node.map_arg(args, lambda n: n.meta["val"])
-            made.meta = {**node.meta, "val": target(*values, **kwargs)}
-        return made
-
-    with node.graph.inserting_before(node):
-        noise = call(aten.div.Tensor, call(aten._to_copy.default, mask, dtype=dtype), keep)
-        node.replace_all_uses_with(call(aten.mul.Tensor, value, noise))
-    node.graph.erase_node(node)
 
 
 def save_what_is_overwritten(joint: fx.GraphModule) -> None:

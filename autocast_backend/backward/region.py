@@ -54,12 +54,7 @@ from .captured import for_compiled_autograd
 from .differences import Call, autocast_can_change, calls_of, differing_ops, is_plain
 from .hooks import unpacks_differently
 from .joint import Numbering, extract_backward, mark_values, saved_nodes
-from .joint_passes import (
-    dropout_as_in_eager_mode,
-    give_zeros_memory,
-    keep_in_backward,
-    save_what_is_overwritten,
-)
+from .joint_passes import give_zeros_memory, keep_in_backward, save_what_is_overwritten
 from .nested import has_nested, write_out
 
 log = _logging.log
@@ -125,21 +120,15 @@ class Region:
 
     def keep_in_backward(self, joint: fx.GraphModule) -> None:
         """A pass over the joint graph before it is partitioned."""
-        self._put_right(joint)
+        give_zeros_memory(joint)
         self.can_change |= keep_in_backward(joint, self.device_types)
         save_what_is_overwritten(joint)
 
     def _prepare(self, joint: fx.GraphModule) -> None:
         """A pass over each joint graph that is traced again."""
-        self._put_right(joint)
+        give_zeros_memory(joint)
         save_what_is_overwritten(joint)
         mark_values(joint, self._values)
-
-    def _put_right(self, joint: fx.GraphModule) -> None:
-        give_zeros_memory(joint)
-        # Nested regions are traced by themselves at first, and again as parts of the whole.
-        if not has_nested(self.graph_module):
-            dropout_as_in_eager_mode(joint)
 
     def follow_autocast(self, training: TrainingGraph) -> None:
         """Let the backward of `training` follow the autocast state it runs under."""

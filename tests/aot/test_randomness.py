@@ -211,3 +211,33 @@ def test_dropout_is_rounded_as_in_eager_mode(dtype: torch.dtype, p: float, mode:
     eager, stock = dropped(backend="eager"), dropped(backend="aot_eager")
     assert not all(map(same_bits, stock, eager)), "a case that shows nothing"
     assert_same_bits(dropped(**ours), eager)
+
+
+@torch.compiler.nested_compile_region
+def dropped_in_a_region(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x.sin(), 0.15).cos()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: F.dropout(x, 0.15),
+        lambda x: F.dropout(x.transpose(0, 1), 0.15) * 2,
+        lambda x: dropped_in_a_region(x) + dropped_in_a_region(x * 2),
+    ],
+    ids=["input", "transposed", "nested"],
+)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_dropout_in_float32(drop: Callable[..., Any], grad: bool, dynamic: bool) -> None:
+    def dropped(function: Callable[..., Any]) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x = torch.randn(64, 32, requires_grad=grad)
+        y = function(x)
+        return [y, *(torch.autograd.grad(y.square().sum(), x) if grad else ())]
+
+    eager = dropped(drop)
+    stock = dropped(torch.compile(drop, dynamic=dynamic, backend="aot_eager"))
+    assert not same_bits(stock, eager), "a case that shows nothing"
+    assert_same_bits(dropped(torch.compile(drop, dynamic=dynamic, **AOT_EAGER)), eager)
