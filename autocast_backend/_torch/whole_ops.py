@@ -55,25 +55,25 @@ def _register() -> None:
     aten = torch.ops.aten
     for name in _INTERPOLATION:
         op = getattr(aten, name)
-        _put(op.vec, functools.partial(_by_sizes, op.default))
-        _put(op.default, functools.partial(op.default._op_dk, DispatchKey.Autograd))
+        _put(op.vec, functools.partial(_chosen, functools.partial(_by_sizes, op.default)))
+        _put(op.default, functools.partial(_chosen, _by_autograd(op.default)))
     for name in _LOSSES:
         op = getattr(aten, name).default
-        _put(op, functools.partial(op._op_dk, DispatchKey.Autograd))
-    for key, fused in _decompositions(aten.dropout.default):
-        aten.dropout.default.py_kernels[key] = functools.partial(_dropout, fused)
-    aten.dropout.default._dispatch_cache.clear()
+        _put(op, functools.partial(_chosen, _by_autograd(op)))
+    _put(aten.dropout.default, _dropout)
 
 
-def _decompositions(op: OpOverload) -> list[tuple[DispatchKey, Callable[..., Any]]]:
-    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-    return [(key, op.py_kernels[key]) for key in keys if key in op.py_kernels]
-
-
-def _put(op: OpOverload, whole: Callable[..., Any]) -> None:
-    for key, apart in _decompositions(op):
-        op.py_kernels[key] = functools.partial(_chosen, whole, apart)
+def _put(op: OpOverload, kernel: Callable[..., Any]) -> None:
+    """Put a kernel, called with the decomposition first, in the place of each decomposition."""
+    for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+        if (apart := op.py_kernels.get(key)) is not None:
+            op.py_kernels[key] = functools.partial(kernel, apart)
     op._dispatch_cache.clear()
+
+
+def _by_autograd(op: OpOverload) -> Callable[..., Any]:
+    """ATen's own kernel for autograd."""
+    return functools.partial(op._op_dk, DispatchKey.Autograd)
 
 
 def _asked() -> bool:

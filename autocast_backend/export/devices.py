@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,20 +10,15 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .._torch.autocast import autocast_device_types, enter_autocast
+from .._torch.autocast import enter_autocast
 from .._torch.fake_tensors import fake_mode_of, new_fake_mode
 from ..graphs import nodes_of
 from ..state import AutocastState
 
 
-@functools.cache
-def provable_device_types() -> tuple[str, ...]:
-    """The device types for whose policies a program can be lowered: on fake tensors of the others
-    nothing runs under autocast (IPU), or autocast does nothing (MAIA)."""
-    return tuple(filter(_casts_fake_tensors, autocast_device_types()))
-
-
-def _casts_fake_tensors(device_type: str) -> bool:
+def casts_fake_tensors(device_type: str) -> bool:
+    """Whether a program can be lowered for the policies of a device type that autocast knows: on
+    fake tensors of some nothing runs under autocast (IPU), or autocast does nothing (MAIA)."""
     dtype = torch.bfloat16
     state = AutocastState.of({"device_type": device_type, "dtype": dtype})
     with new_fake_mode(), state.applied():

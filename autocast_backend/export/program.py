@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from .._logging import log
-from .._torch.autocast import enter_autocast
+from .._torch.autocast import autocast_device_types, enter_autocast
 from .._torch.dynamo_graphs import is_higher_order_op
 from .._torch.export import erase_tracepoints, with_graph
 from .._torch.modes import outside_of_inference_mode
@@ -26,7 +26,7 @@ from ..regions import RegionError, call_name, hops_to_regions, regions_to_hops, 
 from ..reports.report import Report
 from ..state import AutocastState
 from .checks import floating_point_checks, with_dtype, without_dtype
-from .devices import on_device_type, provable_device_types
+from .devices import casts_fake_tensors, on_device_type
 from .storable import without_absent_dtypes, without_absent_results
 
 
@@ -214,8 +214,11 @@ def _check(program: Any) -> None:
 
 def check_device_type(device_type: Any, argument: str = "device_type") -> None:
     """Refuse what is neither None nor a device type whose autocast can be asked."""
-    known = provable_device_types()
-    if device_type is not None and not isinstance(device_type, str):
+    if device_type is None:
+        return
+    if not isinstance(device_type, str):
         raise TypeError(f"{argument}: expected a string or None; got {device_type!r}")
-    if device_type is not None and device_type not in known:
-        raise ValueError(f"{argument}: expected one of {', '.join(known)}; got {device_type!r}")
+    types = autocast_device_types()
+    if device_type not in types or not casts_fake_tensors(device_type):
+        known = ", ".join(filter(casts_fake_tensors, types))
+        raise ValueError(f"{argument}: expected one of {known}; got {device_type!r}")

@@ -195,6 +195,7 @@ class _Run:
                 # and run once more, if nothing overrides it.
                 with contextlib.suppress(RuntimeError), placement.state.applied():
                     values[node] = recipes.run(node.target, args, kwargs)
+                if node in values:
                     _note(node, values)
             asked = overrider.decide(node, placement, grad, self._fake_mode, refused)
             if asked is None and node in values:

@@ -122,11 +122,11 @@ def lower_flat(
         if traced and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     with outside_of_inference_mode():
-        if traced:
-            _know_weights_again(graph_module)
         separate_bodies(graph_module, context.outside, torch.is_grad_enabled())
         if context.overrides or not propagated:
             propagate(graph_module, context)
+        elif traced:
+            _know_weights_again(graph_module)
         lower(graph_module, context)
     for node in nodes_of(graph_module):
         if traced and "example_value" in node.meta:
@@ -152,17 +152,19 @@ def _know_weights_again(graph_module: fx.GraphModule) -> None:
 
     Not `w.float()`: it returns another tensor, where the program is given a `w` of another dtype.
     """
-    for node in nodes_of(graph_module):
+    fake_mode = fake_mode_of(n.meta.get("example_value") for n in nodes_of(graph_module))
+    for node in nodes_of(graph_module) if fake_mode is not None else ():
         if not is_dispatched(node.target) or looks_mutating(node):
             continue
         for read in node.all_input_nodes:
             value = read.meta.get("example_value")
             weight = isinstance(value, torch.Tensor) and is_weight(value)
-            if weight and all(_returns(node, read, d) for d in (torch.float32, torch.float64)):
+            dtypes = (torch.float32, torch.float64)
+            if weight and all(_returns(node, read, dtype, fake_mode) for dtype in dtypes):
                 node.meta["example_value"] = value
 
 
-def _returns(node: fx.Node, argument: fx.Node, dtype: torch.dtype) -> bool:
+def _returns(node: fx.Node, argument: fx.Node, dtype: torch.dtype, fake_mode: Any) -> bool:
     """Whether a call returns an argument that has a dtype."""
     values: dict[fx.Node, Any] = {n: n.meta.get("example_value") for n in node.all_input_nodes}
     result: list[Any] = []
@@ -172,5 +174,5 @@ def _returns(node: fx.Node, argument: fx.Node, dtype: torch.dtype) -> bool:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         result.append(recipes.run(node.target, args, kwargs))
 
-    observe(call, None, fake_mode_of(values.values()), grad=True)
+    observe(call, None, fake_mode, grad=True)
     return bool(result) and result[0] is values[argument]

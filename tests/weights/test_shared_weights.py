@@ -220,7 +220,6 @@ def test_spans_of_vmap(function: Function, bracketed: int) -> None:
 
 @pytest.mark.parametrize("function", [two_spans, a_span_and_a_call, a_gradient_and_a_call])
 def test_the_cast_of_a_span_stands_where_eager_makes_it(function: Function) -> None:
-
     def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with torch.autocast(**BF16):
             return function(x, w)
