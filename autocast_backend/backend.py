@@ -39,6 +39,7 @@ from ._torch.mutation import writes_to_inputs_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.traces import traces_noted
+from ._torch.tangents import tangents_of_overlaps_right
 from ._torch.whole_ops import ops_kept_whole
 from .backward.joint_passes import save_random_numbers
 from .backward.nested import write_out
@@ -205,6 +206,7 @@ def _compile(
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(writes_to_inputs_right())
             stack.enter_context(calls_apart())
+            stack.enter_context(tangents_of_overlaps_right())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

@@ -16,6 +16,7 @@ from .higher_order import gradients_as_eager
 from .mutation import writes_to_inputs_right
 from .patches import replaced
 
+from .tangents import tangents_of_overlaps_right
 
 @dataclass(frozen=True)
 class JointGraph:
@@ -101,6 +102,7 @@ def trace_joint_graph(
         stack.enter_context(writes_to_inputs_right())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
+        stack.enter_context(tangents_of_overlaps_right())
         stack.enter_context(numbers_as_first_traced(inputs))
         stack.enter_context(
             config.patch(
