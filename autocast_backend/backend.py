@@ -30,6 +30,7 @@ from ._torch.dynamo import (
     without_disable,
 )
 from ._torch.dynamo_graphs import composites_in_bodies_taken_apart, is_nested_region
+from ._torch.fake_strides import strides_of_kernels
 from ._torch.fake_tensors import fake_inputs
 from ._torch.guards import guard_value
 from ._torch.higher_order import kernels_closed_in_gradients
@@ -38,8 +39,8 @@ from ._torch.memory import guard_overlaps
 from ._torch.mutation import writes_to_inputs_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
-from ._torch.traces import traces_noted
 from ._torch.tangents import tangents_of_overlaps_right
+from ._torch.traces import traces_noted
 from ._torch.whole_ops import ops_kept_whole
 from .backward.joint_passes import save_random_numbers
 from .backward.nested import write_out
@@ -205,8 +206,8 @@ def _compile(
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(writes_to_inputs_right())
-            stack.enter_context(calls_apart())
             stack.enter_context(tangents_of_overlaps_right())
+            stack.enter_context(calls_apart())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)
@@ -286,16 +287,20 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
             # The code of such a region's backward may write over an input that the region's next
             # call reads as well: wrong gradients, with stock on torch 2.11 to 2.15, too.
             patches = {"inplace_buffers": False, "allow_buffer_reuse": False, **patches}
+        if op_by_op:
+            # Convolutions in channels_last round elsewhere, and Inductor mixes dtypes around them.
+            patches = {"layout_optimization": False, **patches}
         return backend(graph_module, inputs, config_patches=patches or None)
 
-    return _kept_whole(inductor) if options.inductor.get("fallback_by_default") else inductor
+    op_by_op = options.inductor.get("fallback_by_default")
+    return _kept_whole(inductor) if op_by_op else inductor
 
 
 def _kept_whole(inner: Inner) -> Inner:
     """An inner compiler that runs op by op, with ATen's own ops."""
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with ops_kept_whole():
+        with ops_kept_whole(), strides_of_kernels():
             return inner(graph_module, inputs)
 
     return compiler

@@ -11,12 +11,13 @@ import torch
 from torch import fx
 
 from .dynamo import counters
+from .fake_strides import with_strides_as_now
 from .fake_tensors import fake_mode_of, numbers_as_first_traced
 from .higher_order import gradients_as_eager
 from .mutation import writes_to_inputs_right
 from .patches import replaced
-
 from .tangents import tangents_of_overlaps_right
+
 
 @dataclass(frozen=True)
 class JointGraph:
@@ -77,7 +78,8 @@ def trace_joint_graph(
         compiler = kwargs.get("bw_compiler")
 
         def capture(graph: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
-            found.append(JointGraph(graph, num_fwd_outputs, compiler, _is_inductors(partition)))
+            later = compiler and with_strides_as_now(compiler)
+            found.append(JointGraph(graph, num_fwd_outputs, later, _is_inductors(partition)))
             raise _Captured
 
         def partition_fn(graph: fx.GraphModule, joint_inputs: Any, **arguments: Any) -> Any:
@@ -100,9 +102,9 @@ def trace_joint_graph(
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(metadata_kept())
         stack.enter_context(writes_to_inputs_right())
+        stack.enter_context(tangents_of_overlaps_right())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
-        stack.enter_context(tangents_of_overlaps_right())
         stack.enter_context(numbers_as_first_traced(inputs))
         stack.enter_context(
             config.patch(

@@ -1,0 +1,199 @@
+"""Strides of what ops return on fake tensors, where PyTorch predicts others than the kernels of the
+CPU give.
+
+    a + b, in bfloat16                  a: strides (8, 0, 1), expanded; b: (24, 1, 3), transposed
+    kernel                              b alone says in which order: (24, 1, 3)
+    fake tensors                        both in float32, where a is dense: (24, 8, 1)
+
+    batch_norm(x.transpose(1, 2))       x: (2, 3, 8), contiguous
+    kernel                              contiguous
+    fake tensors                        as its input: (24, 1, 8)
+
+AOTAutograd writes a reshape as a view, or leaves `contiguous()` out, by what it was told. What then
+runs op by op raises ("view size is not compatible"), or is not contiguous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+Shape = Sequence[int]
+Strides = tuple[int, ...]
+Operands = Sequence[torch.Tensor]
+Rule = Callable[[Shape, Operands], Strides]
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def strides_of_kernels() -> Iterator[None]:
+    """Have fake tensors get the strides that kernels of the CPU give, in what this thread does
+    meanwhile."""
+    _register()
+    before = getattr(_here, "asked", False)
+    _here.asked = True
+    try:
+        yield
+    finally:
+        _here.asked = before
+
+
+def with_strides_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler that takes what it is called with later as it would in this block: Inductor
+    compiles a backward when it first runs."""
+    if not getattr(_here, "asked", False):
+        return compiler
+
+    @functools.wraps(compiler)
+    def compile_later(*args: Any, **kwargs: Any) -> Any:
+        with strides_of_kernels():
+            return compiler(*args, **kwargs)
+
+    return compile_later
+
+
+@functools.cache
+def _register() -> None:
+    """Look at what ops on fake tensors return, after the cache that all threads and modes share."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    predict = FakeTensorMode.dispatch
+
+    @functools.wraps(predict)
+    def dispatch(
+        self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not getattr(_here, "asked", False):
+            return predict(self, func, types, args, kwargs or {})
+        _here.asked = False  # for the ops that predict for this one: the cache keeps what they find
+        try:
+            predicted = predict(self, func, types, args, kwargs or {})
+            rule = _rule(func)
+            return predicted if rule is None else _put_right(self, rule, predicted, args)
+        finally:
+            _here.asked = True
+
+    FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def _put_right(mode: Any, strides_of: Rule, predicted: Any, args: Any) -> Any:
+    several = isinstance(predicted, tuple | list)
+    result = predicted[0] if several else predicted
+    operands = [a for a in args if isinstance(a, torch.Tensor)]
+    on_cpu = isinstance(result, torch.Tensor) and result.device.type == "cpu" and result.dim() > 1
+    if not on_cpu or all(map(_is_contiguous, operands)):
+        return predicted
+    with mode:
+        strides = strides_of(result.shape, operands)
+        if strides == result.stride():
+            return predicted
+        result = torch.empty_strided(result.shape, strides, dtype=result.dtype)
+    return type(predicted)((result, *predicted[1:])) if several else result
+
+
+def _is_contiguous(a: torch.Tensor) -> bool:
+    """Whether it is known to be, without assuming anything of symbolic sizes."""
+    from torch._prims_common import is_contiguous_or_false
+
+    return is_contiguous_or_false(a)
+
+
+@functools.cache
+def _rule(op: OpOverload) -> Rule | None:
+    """How the strides of what an op returns first come from its sizes and its operands; None where
+    they are predicted right, or not known."""
+    if op in (rules := _rules()):
+        return rules[op]
+    tensors = [a for a in op._schema.arguments if "Tensor" in str(a.type)]
+    several = torch.Tag.pointwise in op.tags and not op._schema.is_mutable and len(tensors) > 1
+    return _elementwise if several else None
+
+
+@functools.cache
+def _rules() -> dict[OpOverload, Rule | None]:
+    """Those of ops that are not tagged as elementwise, or are more, or less, than that."""
+    aten = torch.ops.aten
+    groups: tuple[tuple[Rule | None, str], ...] = (
+        (
+            _contiguous,
+            "_log_softmax_backward_data huber_loss_backward log_sigmoid_forward mse_loss_backward "
+            "native_layer_norm_backward pow.Scalar smooth_l1_loss_backward upsample_nearest1d",
+        ),
+        (_like(0), "binary_cross_entropy huber_loss log_sigmoid_backward"),
+        (_like(1), "binary_cross_entropy_backward"),
+        (
+            _in_format_of(0),
+            "_batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional "
+            "_native_batch_norm_legit _native_batch_norm_legit.no_stats "
+            "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
+            "channel_shuffle max_unpool2d native_batch_norm",
+        ),
+        (
+            _in_format_of(1),
+            "batch_norm_backward native_batch_norm_backward reflection_pad2d_backward "
+            "replication_pad2d_backward",
+        ),
+        (
+            _elementwise,
+            "elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward mish_backward "
+            "mse_loss smooth_l1_loss softplus_backward",
+        ),
+        (_gradient_last, "leaky_relu_backward threshold_backward"),
+        (
+            None,
+            "ldexp.Tensor masked_fill.Scalar masked_fill.Tensor native_dropout_backward where.self",
+        ),
+    )
+    rules: dict[OpOverload, Rule | None] = {}
+    for rule, ops in groups:
+        for op in ops.split():
+            name, _, overload = op.partition(".")
+            rules[getattr(getattr(aten, name), overload or "default")] = rule
+    return rules
+
+
+def _contiguous(shape: Shape, operands: Operands) -> Strides:
+    return torch.empty(shape).stride()
+
+
+def _like(index: int) -> Rule:
+    """In the order of an operand."""
+    return lambda shape, operands: torch.empty_like(operands[index].expand(shape)).stride()
+
+
+def _in_format_of(index: int) -> Rule:
+    """Contiguous, or in channels_last where an operand is."""
+
+    def strides_of(shape: Shape, operands: Operands) -> Strides:
+        from torch._prims_common import suggest_memory_format
+
+        return torch.empty(shape, memory_format=suggest_memory_format(operands[index])).stride()
+
+    return strides_of
+
+
+def _elementwise(shape: Shape, operands: Operands) -> Strides:
+    """By the operands one after the other. Of what has another dtype than it is computed in, the
+    kernel is given a copy."""
+    from torch._prims_common import (
+        ELEMENTWISE_TYPE_PROMOTION_KIND,
+        compute_elementwise_output_strides,
+        elementwise_dtypes,
+    )
+
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    _, dtype = elementwise_dtypes(*operands, type_promotion_kind=kind)
+    given = [a if a.dtype == dtype else torch.empty_like(a) for a in operands if a.dim()]
+    return compute_elementwise_output_strides(*(a.expand(shape) for a in given))
+
+
+def _gradient_last(shape: Shape, operands: Operands) -> Strides:
+    """Elementwise, by a kernel that has the gradient behind what was computed."""
+    return _elementwise(shape, operands[::-1])

@@ -1,0 +1,214 @@
+"""Strides that fake tensors predict, where the kernels of the CPU give others."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autocast_backend._torch.fake_strides import strides_of_kernels
+from tests.support import BF16, assert_same_bits, weighted_sum
+
+aten = torch.ops.aten
+
+EXACT = [
+    {"backend": "smart_autocast", "options": {"inner": "aot_eager"}},
+    {"backend": "smart_autocast", "mode": "lite"},
+]
+
+
+def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of a shape: with their dimensions in every order, expanded, sliced."""
+    n = len(shape)
+    a = torch.rand(shape).to(dtype)
+    found = {}
+    for order in itertools.permutations(range(n)):
+        back = [order.index(i) for i in range(n)]
+        found[f"in order {order}"] = a.permute(order).contiguous().permute(back)
+    for dim in range(n):
+        found[f"expanded along {dim}"] = a.narrow(dim, 0, 1).contiguous().expand(shape)
+    found["sliced"] = torch.cat([a, a], 1)[:, : shape[1]]
+    return found
+
+
+def layer_norm_backward(g: Tensor, x: Tensor) -> Tensor:
+    last = list(x.shape[-1:])
+    _, mean, rstd = aten.native_layer_norm(x, last, None, None, 1e-5)
+    mask = [True, False, False]
+    return aten.native_layer_norm_backward(g, x, last, mean, rstd, None, None, mask)[0]
+
+
+def batch_norm(g: Tensor, x: Tensor) -> Tensor:
+    return aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0]
+
+
+def batch_norm_backward(g: Tensor, x: Tensor) -> Tensor:
+    _, mean, rstd = aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+    mask = [True, False, False]
+    return aten.native_batch_norm_backward(g, x, None, None, None, mean, rstd, True, 1e-5, mask)[0]
+
+
+OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "add of a wider dtype": lambda g, x: g + x.float(),
+    "atan2": torch.atan2,
+    "batch_norm": batch_norm,
+    "batch_norm_backward": batch_norm_backward,
+    "binary_cross_entropy": lambda g, x: aten.binary_cross_entropy(g, x, None, 0),
+    "binary_cross_entropy_backward": lambda g, x: aten.binary_cross_entropy_backward(
+        g, x, g, None, 0
+    ),
+    "elu_backward": lambda g, x: aten.elu_backward(g, 1.0, 1.0, 1.0, False, x),
+    "hardsigmoid_backward": aten.hardsigmoid_backward,
+    "hardswish_backward": aten.hardswish_backward,
+    "hardtanh_backward": lambda g, x: aten.hardtanh_backward(g, x, 0.0, 0.5),
+    "huber_loss": lambda g, x: aten.huber_loss(g, x, 0),
+    "huber_loss_backward": lambda g, x: aten.huber_loss_backward(g, x, g, 0, 1.0),
+    "layer_norm_backward": layer_norm_backward,
+    "leaky_relu_backward": lambda g, x: aten.leaky_relu_backward(g, x, 0.1, False),
+    "log_sigmoid_backward": lambda g, x: aten.log_sigmoid_backward(g, x, torch.empty_like(g)),
+    "log_sigmoid_forward": lambda g, x: aten.log_sigmoid_forward(x)[0],
+    "log_softmax_backward": lambda g, x: aten._log_softmax_backward_data(g, x, 1, x.dtype),
+    "masked_fill": lambda g, x: g.masked_fill(x > 0.5, 0.0),
+    "mish_backward": aten.mish_backward,
+    "mse_loss": lambda g, x: aten.mse_loss(g, x, 0),
+    "mse_loss_backward": lambda g, x: aten.mse_loss_backward(g, x, g, 0),
+    "mul by a condition": lambda g, x: g * (x > 0.5),
+    "pow of a number": lambda g, x: 2**x,
+    "smooth_l1_loss": lambda g, x: aten.smooth_l1_loss(g, x, 0),
+    "smooth_l1_loss_backward": lambda g, x: aten.smooth_l1_loss_backward(g, x, g, 0, 1.0),
+    "softplus_backward": lambda g, x: aten.softplus_backward(g, x, 1.0, 20.0),
+    "threshold_backward": lambda g, x: aten.threshold_backward(g, x, 0.5),
+    "where": lambda g, x: torch.where(x > 0.5, g, x),
+    "xlogy": torch.xlogy,
+}
+RIGHT_WITHOUT = {"add of a wider dtype", "masked_fill", "where"}
+
+
+def predicted(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> list[int]:
+    with FakeTensorMode() as mode:
+        return strides(op(mode.from_tensor(a), mode.from_tensor(b)))
+
+
+def strides(a: Tensor) -> list[int]:
+    return [stride for stride, size in zip(a.stride(), a.shape, strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_strides(name: str) -> None:
+    op = OPS[name]
+    stock_is_wrong = False
+    for dtype, (shape, step) in itertools.product(
+        [torch.float32, torch.bfloat16], [((3, 4), 1), ((2, 3, 4), 7), ((2, 3, 4, 5), 61)]
+    ):
+        found = layouts(shape, dtype)
+        for one, other in list(itertools.product(found, found))[::step]:
+            a, b = found[one], found[other]
+            expected = strides(op(a, b))
+            stock_is_wrong |= predicted(op, a, b) != expected
+            with strides_of_kernels():
+                assert predicted(op, a, b) == expected, (shape, dtype, one, other)
+    assert stock_is_wrong == (name not in RIGHT_WITHOUT)
+
+
+class Normalized(nn.Module):
+    """Batch norm over features that come last, as sequence models have them."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.last(self.activation(h))
+
+
+class Gated(nn.Module):
+    """A sum of what is expanded and what is transposed, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate, self.last = nn.Conv1d(8, 8, 1), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return self.last(self.gate(h.mean(1, keepdim=True)).expand_as(h) + h)
+
+
+class Windows(Gated):
+    """What is contiguous, read in another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        h = (self.gate(h.mean(1, keepdim=True)).expand_as(h) + h).contiguous()
+        return h.as_strided((len(x), x.shape[1] - 1, 16), (x.shape[1] * 8, 8, 1))
+
+
+class Image(nn.Module):
+    """A convolution that Inductor would run in channels_last."""
+
+    def __init__(self, normalize: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.normalize = nn.Conv2d(3, 8, 3, padding=1), normalize
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.normalize(self.conv(x)))
+
+
+class ChannelsLast(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+SEQUENCE, IMAGE = (4, 5, 8), (2, 3, 6, 6)
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    # what stock raises with aot_eager; nothing, where it gives other numbers, or only lite raises
+    "batch_norm": (lambda: Normalized(F.relu), SEQUENCE, "view size is not compatible"),
+    "hardswish": (lambda: Normalized(F.hardswish), SEQUENCE, "view size is not compatible"),
+    "log_softmax": (lambda: Normalized(nn.LogSoftmax(1)), SEQUENCE, "view size is not compatible"),
+    "evaluation": (lambda: Normalized(F.relu).eval(), SEQUENCE, "view size is not compatible"),
+    "gated": (Gated, SEQUENCE, "view size is not compatible"),
+    "windows": (Windows, SEQUENCE, ""),
+    "convolution and batch_norm": (lambda: Image(nn.BatchNorm2d(8)), IMAGE, ""),
+    "convolution and layer_norm": (lambda: Image(ChannelsLast(8)), IMAGE, ""),
+}
+
+
+def trained(model: nn.Module, shape: tuple[int, ...], **arguments: Any) -> list[Tensor]:
+    torch._dynamo.reset()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with torch.autocast(**BF16):
+        y = torch.compile(model, **arguments)(x)
+    return [y, *torch.autograd.grad(weighted_sum([y]), [x, *model.parameters()], allow_unused=True)]
+
+
+@pytest.mark.parametrize("exact", EXACT, ids=["aot_eager", "lite"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, exact: dict[str, Any]) -> None:
+    make, shape, _ = MODELS[name]
+    model = make()
+    results = [trained(copy.deepcopy(model), shape, **a) for a in (exact, {"backend": "eager"})]
+    assert_same_bits(*results)
+    assert results[0][0].stride() == results[1][0].stride()
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, raised) in MODELS.items() if raised])
+def test_stock_raises(name: str) -> None:
+    make, shape, raised = MODELS[name]
+    with pytest.raises(RuntimeError, match=raised):
+        trained(make(), shape, backend="aot_eager")
+
+
+def test_sizes_that_change() -> None:
+    for make, shape, _ in (MODELS["batch_norm"], MODELS["gated"]):
+        model = make()
+        expected = trained(copy.deepcopy(model), shape, backend="eager")
+        assert_same_bits(trained(model, shape, dynamic=True, **EXACT[0]), expected)
