@@ -30,7 +30,6 @@ from ._torch.dynamo import (
     without_disable,
 )
 from ._torch.dynamo_graphs import composites_in_bodies_taken_apart, is_nested_region
-from ._torch.fake_strides import strides_of_kernels
 from ._torch.fake_tensors import fake_inputs
 from ._torch.guards import guard_value
 from ._torch.higher_order import kernels_closed_in_gradients
@@ -39,6 +38,7 @@ from ._torch.memory import guard_overlaps
 from ._torch.mutation import writes_to_inputs_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
+from ._torch.predictions import kernels_predicted
 from ._torch.tangents import tangents_of_overlaps_right
 from ._torch.traces import traces_noted
 from ._torch.whole_ops import ops_kept_whole
@@ -300,7 +300,7 @@ def _kept_whole(inner: Inner) -> Inner:
     """An inner compiler that runs op by op, with ATen's own ops."""
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with ops_kept_whole(), strides_of_kernels():
+        with ops_kept_whole(), kernels_predicted():
             return inner(graph_module, inputs)
 
     return compiler

@@ -1,10 +1,10 @@
-"""Strides that fake tensors predict, where the kernels of the CPU give others."""
+"""What fake tensors predict, where the kernels of the CPU give something else."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autocast_backend._torch.fake_strides import strides_of_kernels
+from autocast_backend._torch.predictions import kernels_predicted
 from tests.support import BF16, assert_same_bits, weighted_sum
 
 aten = torch.ops.aten
@@ -113,9 +113,34 @@ def test_strides(name: str) -> None:
             a, b = found[one], found[other]
             expected = strides(op(a, b))
             stock_is_wrong |= predicted(op, a, b) != expected
-            with strides_of_kernels():
+            with kernels_predicted():
                 assert predicted(op, a, b) == expected, (shape, dtype, one, other)
     assert stock_is_wrong == (name not in RIGHT_WITHOUT)
+
+
+def norms(x: Tensor, weight: Tensor | None, running: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """What norms of (2, 4, 4) return, each of them."""
+    yield aten.native_layer_norm(x, [4], weight, weight, 1e-5)
+    yield aten.native_group_norm(x, weight, weight, 2, 4, 4, 2, 1e-5)
+    yield aten.native_batch_norm(x, weight, weight, running, running, True, 0.1, 1e-5)
+    if running is not None:
+        yield aten._native_batch_norm_legit_functional(
+            x, weight, weight, running, running, True, 0.1, 1e-5
+        )
+        yield aten._native_batch_norm_legit_no_training(
+            x, weight, weight, running, running, 0.1, 1e-5
+        )
+
+
+@pytest.mark.parametrize("weight", [None, torch.float32, torch.bfloat16])
+def test_statistics(weight: torch.dtype | None) -> None:
+    x = torch.randn(2, 4, 4, dtype=torch.bfloat16)
+    w = None if weight is None else torch.rand(4, dtype=weight)
+    for running in [None, torch.rand(4, dtype=weight or torch.float32)]:
+        expected = [[a.dtype for a in returned[:3]] for returned in norms(x, w, running)]
+        with kernels_predicted(), FakeTensorMode() as mode:
+            fakes = [None if a is None else mode.from_tensor(a) for a in (x, w, running)]
+            assert [[a.dtype for a in returned[:3]] for returned in norms(*fakes)] == expected
 
 
 class Normalized(nn.Module):

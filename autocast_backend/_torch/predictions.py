@@ -1,16 +1,17 @@
-"""Strides of what ops return on fake tensors, where PyTorch predicts others than the kernels of the
-CPU give.
+"""What ops return on fake tensors, where PyTorch predicts other strides or dtypes than the kernels
+of the CPU give.
 
     a + b, in bfloat16                  a: strides (8, 0, 1), expanded; b: (24, 1, 3), transposed
     kernel                              b alone says in which order: (24, 1, 3)
     fake tensors                        both in float32, where a is dense: (24, 8, 1)
 
-    batch_norm(x.transpose(1, 2))       x: (2, 3, 8), contiguous
-    kernel                              contiguous
-    fake tensors                        as its input: (24, 1, 8)
+    batch_norm(x.transpose(1, 2))       x: (2, 3, 8), contiguous, in bfloat16; weights in float32
+    kernel                              contiguous; mean and variance in float32
+    fake tensors                        as its input: (24, 1, 8); in bfloat16
 
-AOTAutograd writes a reshape as a view, or leaves `contiguous()` out, by what it was told. What then
-runs op by op raises ("view size is not compatible"), or is not contiguous.
+By what it was told, AOTAutograd writes a reshape as a view, or leaves `contiguous()` out. What then
+runs op by op raises ("view size is not compatible"), or is not contiguous. Inductor checks what ops
+return, and raises.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _here = threading.local()
 
 
 @contextlib.contextmanager
-def strides_of_kernels() -> Iterator[None]:
-    """Have fake tensors get the strides that kernels of the CPU give, in what this thread does
-    meanwhile."""
+def kernels_predicted() -> Iterator[None]:
+    """Have fake tensors get the strides and dtypes that kernels of the CPU give, in what this
+    thread does meanwhile."""
     _register()
     before = getattr(_here, "asked", False)
     _here.asked = True
@@ -45,7 +46,7 @@ def strides_of_kernels() -> Iterator[None]:
         _here.asked = before
 
 
-def with_strides_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
+def predicting_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler that takes what it is called with later as it would in this block: Inductor
     compiles a backward when it first runs."""
     if not getattr(_here, "asked", False):
@@ -53,7 +54,7 @@ def with_strides_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiler)
     def compile_later(*args: Any, **kwargs: Any) -> Any:
-        with strides_of_kernels():
+        with kernels_predicted():
             return compiler(*args, **kwargs)
 
     return compile_later
@@ -74,28 +75,30 @@ def _register() -> None:
             return predict(self, func, types, args, kwargs or {})
         _here.asked = False  # for the ops that predict for this one: the cache keeps what they find
         try:
-            predicted = predict(self, func, types, args, kwargs or {})
-            rule = _rule(func)
-            return predicted if rule is None else _put_right(self, rule, predicted, args)
+            return _put_right(self, func, predict(self, func, types, args, kwargs or {}), args)
         finally:
             _here.asked = True
 
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
 
 
-def _put_right(mode: Any, strides_of: Rule, predicted: Any, args: Any) -> Any:
-    several = isinstance(predicted, tuple | list)
-    result = predicted[0] if several else predicted
-    operands = [a for a in args if isinstance(a, torch.Tensor)]
-    on_cpu = isinstance(result, torch.Tensor) and result.device.type == "cpu" and result.dim() > 1
-    if not on_cpu or all(map(_is_contiguous, operands)):
+def _put_right(mode: Any, op: OpOverload, predicted: Any, args: Any) -> Any:
+    rule, has_statistics = _rule(op), op in _with_statistics()
+    if rule is None and not has_statistics:
         return predicted
+    several = isinstance(predicted, tuple | list)
+    result, *others = predicted if several else [predicted]
+    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return predicted
+    operands = [a for a in args if isinstance(a, torch.Tensor)]
     with mode:
-        strides = strides_of(result.shape, operands)
-        if strides == result.stride():
-            return predicted
-        result = torch.empty_strided(result.shape, strides, dtype=result.dtype)
-    return type(predicted)((result, *predicted[1:])) if several else result
+        if rule is not None and result.dim() > 1 and not all(map(_is_contiguous, operands)):
+            strides = rule(result.shape, operands)
+            if strides != result.stride():
+                result = torch.empty_strided(result.shape, strides, dtype=result.dtype)
+        if has_statistics and any(a.dtype == torch.float32 for a in operands[1:]):
+            others[:2] = [a.to(torch.float32) for a in others[:2]]
+    return (result, *others) if several else result
 
 
 def _is_contiguous(a: torch.Tensor) -> bool:
@@ -116,10 +119,16 @@ def _rule(op: OpOverload) -> Rule | None:
     return _elementwise if several else None
 
 
+_BATCH_NORMS = (
+    "_batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional "
+    "_native_batch_norm_legit _native_batch_norm_legit.no_stats native_batch_norm "
+    "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
+)
+
+
 @functools.cache
 def _rules() -> dict[OpOverload, Rule | None]:
     """Those of ops that are not tagged as elementwise, or are more, or less, than that."""
-    aten = torch.ops.aten
     groups: tuple[tuple[Rule | None, str], ...] = (
         (
             _contiguous,
@@ -128,13 +137,7 @@ def _rules() -> dict[OpOverload, Rule | None]:
         ),
         (_like(0), "binary_cross_entropy huber_loss log_sigmoid_backward"),
         (_like(1), "binary_cross_entropy_backward"),
-        (
-            _in_format_of(0),
-            "_batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional "
-            "_native_batch_norm_legit _native_batch_norm_legit.no_stats "
-            "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
-            "channel_shuffle max_unpool2d native_batch_norm",
-        ),
+        (_in_format_of(0), f"channel_shuffle max_unpool2d {_BATCH_NORMS}"),
         (
             _in_format_of(1),
             "batch_norm_backward native_batch_norm_backward reflection_pad2d_backward "
@@ -151,12 +154,19 @@ def _rules() -> dict[OpOverload, Rule | None]:
             "ldexp.Tensor masked_fill.Scalar masked_fill.Tensor native_dropout_backward where.self",
         ),
     )
-    rules: dict[OpOverload, Rule | None] = {}
-    for rule, ops in groups:
-        for op in ops.split():
-            name, _, overload = op.partition(".")
-            rules[getattr(getattr(aten, name), overload or "default")] = rule
-    return rules
+    return {op: rule for rule, names in groups for op in _ops(names)}
+
+
+@functools.cache
+def _with_statistics() -> frozenset[OpOverload]:
+    """Norms that return mean and variance second and third, in float32 if a parameter is."""
+    return frozenset(_ops(f"native_group_norm native_layer_norm {_BATCH_NORMS}"))
+
+
+def _ops(names: str) -> Iterator[OpOverload]:
+    for full_name in names.split():
+        name, _, overload = full_name.partition(".")
+        yield getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
 def _contiguous(shape: Shape, operands: Operands) -> Strides:
