@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from .fake_tensors import is_known
+
 Shape = Sequence[int]
 Strides = tuple[int, ...]
 Operands = Sequence[torch.Tensor]
@@ -88,17 +90,30 @@ def _put_right(mode: Any, op: OpOverload, predicted: Any, args: Any) -> Any:
         return predicted
     several = isinstance(predicted, tuple | list)
     result, *others = predicted if several else [predicted]
-    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
-        return predicted
     operands = [a for a in args if isinstance(a, torch.Tensor)]
+    if not all(isinstance(a, torch.Tensor) and _is_dense_on_cpu(a) for a in (result, *operands)):
+        return predicted
+    in_order = all(map(_is_contiguous, operands))
+    if in_order and not has_statistics:
+        return predicted
     with mode:
-        if rule is not None and result.dim() > 1 and not all(map(_is_contiguous, operands)):
-            strides = rule(result.shape, operands)
-            if strides != result.stride():
-                result = torch.empty_strided(result.shape, strides, dtype=result.dtype)
+        if rule is not None and not in_order and result.dim() > 1:
+            result = _with_strides(result, rule(result.shape, operands))
         if has_statistics and any(a.dtype == torch.float32 for a in operands[1:]):
             others[:2] = [a.to(torch.float32) for a in others[:2]]
     return (result, *others) if several else result
+
+
+def _with_strides(a: torch.Tensor, strides: Strides) -> torch.Tensor:
+    from torch.fx.experimental.symbolic_shapes import sym_eq
+
+    if is_known(sym_eq(a.stride(), strides)):
+        return a
+    return torch.empty_strided(a.shape, strides, dtype=a.dtype)
+
+
+def _is_dense_on_cpu(a: torch.Tensor) -> bool:
+    return a.layout == torch.strided and a.device.type == "cpu"
 
 
 def _is_contiguous(a: torch.Tensor) -> bool:
