@@ -73,7 +73,7 @@ def _register() -> None:
     def dispatch(
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not getattr(_here, "asked", False):
+        if not getattr(_here, "asked", False) or not isinstance(func, OpOverload):
             return predict(self, func, types, args, kwargs or {})
         _here.asked = False  # for the ops that predict for this one: the cache keeps what they find
         try:
