@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 
+from .flags import Flag
 from .hooks import saved_tensor_hooks_off
 from .kernels import kernels_opened
 
@@ -83,21 +83,17 @@ def failures_unlogged() -> Iterator[None]:
     """Try an op that may not take its arguments: fake tensors log every refusal as an error, with
     its traceback, before they raise it. What other threads log is let through."""
     _filter_log()
-    before = getattr(_here, "unlogged", False)
-    _here.unlogged = True
-    try:
+    with _unlogged.raised():
         yield
-    finally:
-        _here.unlogged = before
 
 
-_here = threading.local()
+_unlogged = Flag()
 
 
 @functools.cache
 def _filter_log() -> None:
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.addFilter(lambda _: not getattr(_here, "unlogged", False))
+    log.addFilter(lambda _: not _unlogged.on)
 
 
 def like(traced: Any, value: Any) -> Any:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,13 +25,14 @@ import torch
 from torch._ops import OpOverload
 
 from .fake_tensors import is_known
+from .flags import Flag
 
 Shape = Sequence[int]
 Strides = tuple[int, ...]
 Operands = Sequence[torch.Tensor]
 Rule = Callable[[Shape, Operands], Strides]
 
-_here = threading.local()
+_asked = Flag()
 
 
 @contextlib.contextmanager
@@ -40,18 +40,14 @@ def kernels_predicted() -> Iterator[None]:
     """Have fake tensors get the strides and dtypes that kernels of the CPU give, in what this
     thread does meanwhile."""
     _register()
-    before = getattr(_here, "asked", False)
-    _here.asked = True
-    try:
+    with _asked.raised():
         yield
-    finally:
-        _here.asked = before
 
 
 def predicting_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler that takes what it is called with later as it would in this block: Inductor
     compiles a backward when it first runs."""
-    if not getattr(_here, "asked", False):
+    if not _asked.on:
         return compiler
 
     @functools.wraps(compiler)
@@ -73,13 +69,13 @@ def _register() -> None:
     def dispatch(
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not getattr(_here, "asked", False) or not isinstance(func, OpOverload):
+        if not _asked.on or not isinstance(func, OpOverload):
             return predict(self, func, types, args, kwargs or {})
-        _here.asked = False  # for the ops that predict for this one: the cache keeps what they find
+        _asked.on = False  # for the ops that predict for this one: the cache keeps what they find
         try:
             return _put_right(self, func, predict(self, func, types, args, kwargs or {}), args)
         finally:
-            _here.asked = True
+            _asked.on = True
 
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
 

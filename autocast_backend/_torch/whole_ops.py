@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,8 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
+
+from .flags import Flag
 
 _INTERPOLATION = (
     "upsample_linear1d",
@@ -32,7 +33,7 @@ _INTERPOLATION = (
 )
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 
-_here = threading.local()
+_asked = Flag()
 
 
 @contextlib.contextmanager
@@ -40,12 +41,8 @@ def ops_kept_whole() -> Iterator[None]:
     """Have AOTAutograd trace these ops as they are, in what this thread does meanwhile, where it
     knows their sizes."""
     _register()
-    before = getattr(_here, "whole", False)
-    _here.whole = True
-    try:
+    with _asked.raised():
         yield
-    finally:
-        _here.whole = before
 
 
 @functools.cache
@@ -76,13 +73,9 @@ def _by_autograd(op: OpOverload) -> Callable[..., Any]:
     return functools.partial(op._op_dk, DispatchKey.Autograd)
 
 
-def _asked() -> bool:
-    return getattr(_here, "whole", False)
-
-
 def _chosen(whole: Callable[..., Any], apart: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     known = not _has_symbols((args[0].shape, args[1:], kwargs))
-    return (whole if _asked() and known else apart)(*args, **kwargs)
+    return (whole if _asked.on and known else apart)(*args, **kwargs)
 
 
 def _has_symbols(values: Any) -> bool:
@@ -92,7 +85,7 @@ def _has_symbols(values: Any) -> bool:
 
 def _dropout(fused: Callable[..., Any], x: torch.Tensor, p: float, train: bool) -> Any:
     plain = train and isinstance(p, float) and 0 < p < 1
-    if not (_asked() and plain and x.device.type == "cpu"):
+    if not (_asked.on and plain and x.device.type == "cpu"):
         return fused(x, p, train)
     mask = torch.native_dropout(x, p, True)[1]  # in the strides of x, as eager mode draws it
     return x * (mask.to(x.dtype) / (1 - p))
