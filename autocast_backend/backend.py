@@ -297,7 +297,7 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
 
 
 def _kept_whole(inner: Inner) -> Inner:
-    """An inner compiler that runs op by op, with ATen's own ops."""
+    """An inner compiler that runs op by op, with ATen's own ops, and is told what these give."""
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with ops_kept_whole(), kernels_predicted():

@@ -144,7 +144,7 @@ def _rules() -> dict[OpOverload, Rule | None]:
         (
             _contiguous,
             "_log_softmax_backward_data huber_loss_backward log_sigmoid_forward mse_loss_backward "
-            "native_layer_norm_backward pow.Scalar smooth_l1_loss_backward upsample_nearest1d",
+            "native_layer_norm_backward pow.Scalar smooth_l1_loss_backward",
         ),
         (_like(0), "binary_cross_entropy huber_loss log_sigmoid_backward"),
         (_like(1), "binary_cross_entropy_backward"),

@@ -55,12 +55,21 @@ def batch_norm_backward(g: Tensor, x: Tensor) -> Tensor:
     return aten.native_batch_norm_backward(g, x, None, None, None, mean, rstd, True, 1e-5, mask)[0]
 
 
+def batch_norm_backward_of_another(g: Tensor, x: Tensor) -> Tensor:
+    mean, variance = torch.zeros(x.shape[1]), torch.ones(x.shape[1])
+    w = torch.ones(x.shape[1])
+    _, *saved, reserve = aten._batch_norm_with_update(x, w, w, mean, variance, 0.1, 1e-5)
+    mask = [True, False, False]
+    return aten.batch_norm_backward(g, x, w, mean, variance, *saved, True, 1e-5, mask, reserve)[0]
+
+
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "add of a wider dtype": lambda g, x: g + x.float(),
     "atan2": torch.atan2,
     "batch_norm": batch_norm,
     "batch_norm_backward": batch_norm_backward,
+    "batch_norm_backward of another op": batch_norm_backward_of_another,
     "binary_cross_entropy": lambda g, x: aten.binary_cross_entropy(g, x, None, 0),
     "binary_cross_entropy_backward": lambda g, x: aten.binary_cross_entropy_backward(
         g, x, g, None, 0
@@ -89,11 +98,24 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "where": lambda g, x: torch.where(x > 0.5, g, x),
     "xlogy": torch.xlogy,
 }
+PADS = [1, 1, 1, 1]
+OF_IMAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "channel_shuffle": lambda g, x: aten.channel_shuffle(x, 3),
+    "max_unpool2d": lambda g, x: aten.max_unpool2d(
+        x, torch.zeros_like(g, dtype=torch.int64), [8, 9]
+    ),
+    "reflection_pad2d_backward": lambda g, x: aten.reflection_pad2d_backward(
+        aten.reflection_pad2d(g, PADS), x, PADS
+    ),
+    "replication_pad2d_backward": lambda g, x: aten.replication_pad2d_backward(
+        aten.replication_pad2d(g, PADS), x, PADS
+    ),
+}
 RIGHT_WITHOUT = {"add of a wider dtype", "masked_fill", "where"}
 
 
 def predicted(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> list[int]:
-    with FakeTensorMode() as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         return strides(op(mode.from_tensor(a), mode.from_tensor(b)))
 
 
@@ -101,13 +123,14 @@ def strides(a: Tensor) -> list[int]:
     return [stride for stride, size in zip(a.stride(), a.shape, strict=True) if size > 1]
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [*OPS, *OF_IMAGES])
 def test_strides(name: str) -> None:
-    op = OPS[name]
+    op = {**OPS, **OF_IMAGES}[name]
+    shapes = {(3, 4): 1, (2, 3, 4): 7, (2, 3, 4, 5): 61}
+    if name in OF_IMAGES:
+        shapes = {(2, 3, 4, 5): 7}
     stock_is_wrong = False
-    for dtype, (shape, step) in itertools.product(
-        [torch.float32, torch.bfloat16], [((3, 4), 1), ((2, 3, 4), 7), ((2, 3, 4, 5), 61)]
-    ):
+    for dtype, (shape, step) in itertools.product([torch.float32, torch.bfloat16], shapes.items()):
         found = layouts(shape, dtype)
         for one, other in list(itertools.product(found, found))[::step]:
             a, b = found[one], found[other]
