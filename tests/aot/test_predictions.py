@@ -112,6 +112,8 @@ OF_IMAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
 }
 RIGHT_WITHOUT = {"add of a wider dtype", "masked_fill", "where"}
+if torch.__version__ >= "2.14":
+    RIGHT_WITHOUT |= {"max_unpool2d"}
 
 
 def predicted(op: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> list[int]:
