@@ -20,6 +20,7 @@ from ._torch.configs import (
     own_cache_entries,
     scales_convolutions,
 )
+from ._torch.detached import detached_outputs_right
 from ._torch.dynamo import (
     counters,
     graph_break_errors,
@@ -206,6 +207,7 @@ def _compile(
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(writes_to_inputs_right())
+            stack.enter_context(detached_outputs_right())
             stack.enter_context(tangents_of_overlaps_right())
             stack.enter_context(calls_apart())
             stack.enter_context(outside_of_contexts())

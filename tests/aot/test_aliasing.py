@@ -60,6 +60,22 @@ def returns_a_detached_alias(x: torch.Tensor, w: torch.Tensor) -> Several:
     return y, y.detach(), y.view(2, 8).detach()
 
 
+def returns_a_detached_view(x: torch.Tensor, w: torch.Tensor) -> Several:
+    turned = mixed(x, w).t()
+    return turned.detach(), turned
+
+
+def returns_detached_rows(x: torch.Tensor, w: torch.Tensor) -> Several:
+    y = mixed(x, w)
+    rows = y[1:]
+    return rows, rows.detach(), y.view(2, 8)
+
+
+def returns_a_view_and_its_bits(x: torch.Tensor, w: torch.Tensor) -> Several:
+    turned = mixed(x, w).t()
+    return turned, turned.detach().view(torch.int32)
+
+
 def returns_views_made_without_autograd(x: torch.Tensor, w: torch.Tensor) -> Several:
     """They claim to require grad, and no gradient goes through them."""
     y = mixed(x, w)
@@ -107,6 +123,9 @@ CASES = {
         Case(returns_an_intermediate_and_its_views),
         Case(returns_views_of_one_base),
         Case(returns_a_detached_alias),
+        Case(returns_a_detached_view),
+        Case(returns_detached_rows),
+        Case(returns_a_view_and_its_bits),
         Case(returns_views_made_without_autograd),
         Case(returns_a_view_of_an_input_made_without_autograd),
         Case(returns_an_intermediate_twice),
