@@ -20,7 +20,6 @@ from ._torch.configs import (
     own_cache_entries,
     scales_convolutions,
 )
-from ._torch.detached import detached_outputs_right
 from ._torch.dynamo import (
     counters,
     graph_break_errors,
@@ -40,6 +39,7 @@ from ._torch.mutation import writes_to_inputs_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.predictions import kernels_predicted
+from ._torch.returned_views import detached_outputs_right, views_without_gradients
 from ._torch.tangents import tangents_of_overlaps_right
 from ._torch.traces import traces_noted
 from ._torch.whole_ops import ops_kept_whole
@@ -53,7 +53,6 @@ from .graphs import (
     is_recorded,
     names_of,
     nodes_of,
-    views_without_gradients,
 )
 from .lowering.bodies import inference_modes_as_no_grad
 from .lowering.context import Context

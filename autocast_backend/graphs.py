@@ -89,22 +89,6 @@ def is_recorded(module: fx.GraphModule) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in made)
 
 
-def views_without_gradients(graph_module: fx.GraphModule) -> list[int]:
-    """The outputs of Dynamo's graph, by number, that are views made with autograd off: of what
-    requires grad they do, too, and no gradient goes through them."""
-    outputs: Any = graph_module.graph.output_node().args[0]
-    metas = [output.meta if isinstance(output, fx.Node) else {} for output in outputs]
-    values = [meta.get("example_value") for meta in metas]
-    return [
-        i
-        for i, value in enumerate(values)
-        if isinstance(value, torch.Tensor)
-        and value._is_view()
-        and value.requires_grad
-        and value.grad_fn is None
-    ]
-
-
 def same_inputs(copy: fx.Graph, original: fx.Graph) -> None:
     """Have a graph with the placeholders of another be called as that one is."""
     pairs = (g.find_nodes(op="placeholder") for g in (copy, original))

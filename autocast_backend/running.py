@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,21 +57,23 @@ def changing_state(compiled: Callable[..., Any], changes: Callable[[], None]) ->
 
 
 def with_views_without_gradients(
-    compiled: Callable[..., Any], numbers: Sequence[int]
+    compiled: Callable[..., Any], numbers: Mapping[int, bool]
 ) -> Callable[..., Any]:
     """Return views that were made with autograd off as such ones: AOTAutograd makes them anew of
     what it returns, with autograd on, and a loss that reads both has another gradient.
 
     Args:
-        numbers: which outputs these are.
+        numbers: which outputs these are, and whether they claim to require grad.
     """
 
     def run(*args: Any) -> Any:
         results = list(compiled(*args))
         with torch.no_grad():
-            for i in numbers:
-                if results[i].grad_fn is not None:
-                    results[i] = torch.ops.aten.alias.default(results[i])
+            for i, requires_grad in numbers.items():
+                if (view := results[i]).grad_fn is not None:
+                    results[i] = (
+                        torch.ops.aten.alias.default(view) if requires_grad else view.detach()
+                    )
         return results
 
     return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from tests.aot.harness import (
     assert_like_the_oracle,
     each_way,
     island,
+    leaves,
+    loss_of,
     mixed,
     results,
 )
@@ -155,6 +159,31 @@ def test_views_of_one_op(way: str) -> None:
         assert ours[i]["aliases"] == stock[i]["aliases"] == [(3, 2, "one storage")]
         for what in ("outputs", "geometry", "gradients"):
             assert_same_bits(ours[i][what], of_oracle[what], what)
+
+
+def views_of_a_view_made_without_autograd(w: torch.Tensor) -> Several:
+    with torch.no_grad():
+        flat = w.view(-1)
+        first, second = w.chunk(2)
+    return flat.view(2, 8), flat[1:], flat, first, second.t(), (w * w).sum(0)
+
+
+@pytest.mark.parametrize("argument", ["leaf", "result", "leaf that is a view"])
+def test_a_view_made_without_autograd_and_its_views_hand_on_no_gradient(argument: str) -> None:
+    def run(compiled: Any) -> tuple[list[bool], torch.Tensor]:
+        leaf, _ = leaves()
+        if argument == "leaf that is a view":
+            leaf = leaf.detach()[:].requires_grad_()
+        outputs = compiled(leaf * 1 if argument == "result" else leaf)
+        loss_of(outputs).backward()
+        return [o.requires_grad for o in outputs], leaf.grad
+
+    torch._dynamo.reset()
+    expected = run(views_of_a_view_made_without_autograd)
+    found = run(torch.compile(views_of_a_view_made_without_autograd, fullgraph=True, **AOT_EAGER))
+    assert found[0] == expected[0]
+    assert expected[0] == [argument != "leaf that is a view"] * 5 + [True]
+    assert_same_bits(found[1], expected[1])
 
 
 def test_the_relations_are_seen() -> None:

@@ -1,4 +1,4 @@
-"""Detached outputs of AOTAutograd's graphs, beside what they are detached from."""
+"""Views that graphs return, which AOTAutograd makes anew outside of its graphs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import fx
 
 from .patches import replaced
 
@@ -43,3 +44,26 @@ def detached_outputs_right() -> Iterator[None]:
         replaced(analysis, "MetadataKey", SimpleNamespace(make=make)),
     ):
         yield
+
+
+def views_without_gradients(graph_module: fx.GraphModule) -> dict[int, bool]:
+    """The outputs of Dynamo's graph, by number, that are views made with autograd off, or views of
+    such, and whether they claim to require grad. No gradient goes through them."""
+    if not graph_module.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
+        return {}
+    outputs: Any = graph_module.graph.output_node().args[0]
+    metas = [output.meta if isinstance(output, fx.Node) else {} for output in outputs]
+    values = [meta.get("example_value") for meta in metas]
+    return {
+        i: value.requires_grad
+        for i, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value._is_view() and _leads_nowhere(value)
+    }
+
+
+def _leads_nowhere(view: torch.Tensor) -> bool:
+    """Whether autograd, from a view on, does not come to what it is a view of."""
+    end, step = view._base.grad_fn if view._base is not None else None, view.grad_fn
+    while step is not None and step is not end and len(step.next_functions) == 1:
+        step = step.next_functions[0][0]
+    return step is None
