@@ -35,7 +35,7 @@ from ._torch.guards import guard_value
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.kernels import kernels_opened
 from ._torch.memory import guard_overlaps
-from ._torch.mutation import writes_to_inputs_right
+from ._torch.mutation import writes_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.predictions import kernels_predicted
@@ -205,7 +205,7 @@ def _compile(
                 stack.enter_context(marks_heeded(save_random_numbers))
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
-            stack.enter_context(writes_to_inputs_right())
+            stack.enter_context(writes_right())
             stack.enter_context(detached_outputs_right())
             stack.enter_context(tangents_of_overlaps_right())
             stack.enter_context(calls_apart())

@@ -13,7 +13,7 @@ from torch import fx
 from .dynamo import counters
 from .fake_tensors import fake_mode_of, numbers_as_first_traced
 from .higher_order import gradients_as_eager
-from .mutation import writes_to_inputs_right
+from .mutation import writes_right
 from .patches import replaced
 from .predictions import predicting_as_now
 from .tangents import tangents_of_overlaps_right
@@ -101,7 +101,7 @@ def trace_joint_graph(
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(metadata_kept())
-        stack.enter_context(writes_to_inputs_right())
+        stack.enter_context(writes_right())
         stack.enter_context(tangents_of_overlaps_right())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))

@@ -1,14 +1,25 @@
-"""AOTAutograd's graphs that write to inputs, as they are."""
+"""AOTAutograd's graphs that write to tensors, as they are."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch._ops import OpOverload
+from torch._prims_common import (
+    compute_elementwise_output_logical_to_physical_perm,
+)
+from torch._prims_common import (
+    is_non_overlapping_and_dense_or_false as is_dense,
+)
+from torch.utils import _pytree as pytree
+
+from .fake_tensors import is_known
 from .memory import overlaps_by_symbols
+from .ops import arguments_of
 from .patches import replaced
 
 
@@ -84,7 +95,59 @@ def views_of_what_they_are() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writes_to_inputs_right() -> Iterator[None]:
-    """Have AOTAutograd compile graphs that write to inputs as they are."""
-    with outputs_in_their_places(), views_of_what_they_are(), overlaps_by_symbols():
+def strides_kept() -> Iterator[None]:
+    """Have a tensor keep its strides when a graph writes to it. AOTAutograd computes what it holds
+    from then on with an op that may return other strides:
+
+        t = x.t(); t.masked_fill_(mask, 0)     strides (1, 4)
+        t_1 = masked_fill(t, mask, 0)          (4, 1), so that t_1.flatten() is a view
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    original = FunctionalTensorMode.__torch_dispatch__
+
+    def dispatch(self: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = original(self, op, types, args, kwargs)
+        if isinstance(op, OpOverload) and op._schema.is_mutable:
+            for tensor in _written(op, args, kwargs or {}):
+                if isinstance(tensor, FunctionalTensor):
+                    _put_strides_back(tensor)
+        return result
+
+    with replaced(FunctionalTensorMode, "__torch_dispatch__", dispatch):
+        yield
+
+
+def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    given = {**dict(zip((a.name for a in arguments_of(op)), args, strict=False)), **kwargs}
+    written = [a.name for a in arguments_of(op) if a.is_write]
+    return pytree.tree_leaves([given.get(name) for name in written])
+
+
+def _put_strides_back(tensor: Any) -> None:
+    """Order the memory of what a functional tensor holds as that of the tensor."""
+    from torch.fx.experimental.symbolic_shapes import sym_eq
+
+    value = tensor.from_functional()
+    if not (is_dense(tensor) and is_known(sym_eq(value.shape, tensor.shape))):
+        return
+    if is_known(sym_eq(value.stride(), tensor.stride())):
+        return
+    order, _ = compute_elementwise_output_logical_to_physical_perm(tensor)
+    ordered = value.permute(order).contiguous()
+    back = [order.index(i) for i in range(len(order))]
+    tensor.replace_(ordered.permute(back))
+    tensor.commit_update()
+    tensor.sync()
+
+
+@contextlib.contextmanager
+def writes_right() -> Iterator[None]:
+    """Have AOTAutograd compile graphs that write to tensors as they are."""
+    with (
+        outputs_in_their_places(),
+        views_of_what_they_are(),
+        overlaps_by_symbols(),
+        strides_kept(),
+    ):
         yield

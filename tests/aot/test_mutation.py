@@ -161,6 +161,22 @@ def writes_under_a_view_without_grad(x: torch.Tensor, w: torch.Tensor) -> torch.
     return mixed(y, w) + product + same
 
 
+def fills_what_is_turned(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """PyTorch's op of the same name that writes nothing returns a contiguous tensor."""
+    turned = mixed(x, w).t()
+    filled = turned.abs()
+    filled.masked_fill_(filled > 1, 1)
+    return filled, filled.t().view(-1)
+
+
+def copies_before_it_writes(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = mixed(x, w)
+    y.t().index_add_(0, torch.tensor([2, 1]), w[:2])
+    copied = y.t().flatten()  # a view, were the strides of y turned by the line above
+    y.relu_()
+    return copied, y
+
+
 CASES = {
     case.function.__name__: case
     for case in (
@@ -181,6 +197,8 @@ CASES = {
         Case(writes_what_a_call_took_two_of, without_grad),
         Case(reads_what_it_has_written, without_grad),
         Case(writes_under_a_view_without_grad, without_grad),
+        Case(fills_what_is_turned),
+        Case(copies_before_it_writes),
     )
 }
 
