@@ -39,6 +39,7 @@ from ._torch.mutation import writes_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.predictions import kernels_predicted
+from ._torch.reinplacing import reinplaced_right
 from ._torch.returned_views import detached_outputs_right, views_without_gradients
 from ._torch.tangents import tangents_of_overlaps_right
 from ._torch.traces import traces_noted
@@ -291,7 +292,8 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
         if op_by_op:
             # Convolutions in channels_last round elsewhere, and Inductor mixes dtypes around them.
             patches = {"layout_optimization": False, **patches}
-        return backend(graph_module, inputs, config_patches=patches or None)
+        with reinplaced_right():
+            return backend(graph_module, inputs, config_patches=patches or None)
 
     op_by_op = options.inductor.get("fallback_by_default")
     return _kept_whole(inductor) if op_by_op else inductor

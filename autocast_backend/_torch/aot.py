@@ -16,11 +16,11 @@ from torch import fx
 
 from .dynamo import compile_session, timed
 from .fake_tensors import fake_mode_of
+from .flags import compiling_as_now
 from .hooks import unpacking_noted
 from .joint_graphs import metadata_kept
 from .modes import outside_of_inference_mode, outside_of_modes
 from .patches import replaced
-from .predictions import predicting_as_now
 
 
 @dataclass
@@ -122,7 +122,7 @@ def _training_graph(spec: Any, compile_backward: Callable[..., Any] | None) -> T
 
     return TrainingGraph(
         compiled_backward=spec.compiled_bw_func,
-        compile_backward=compile_backward and predicting_as_now(compile_backward),
+        compile_backward=compile_backward and compiling_as_now(compile_backward),
         backward_module=(lambda: lazy.bw_module) if fresh else lambda: lazy.bw_module_fn(),
         placeholders=lazy.placeholder_list if fresh else None,
         contexts=contexts,

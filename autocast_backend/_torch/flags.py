@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 
 class Flag(threading.local):
@@ -19,3 +23,30 @@ class Flag(threading.local):
             yield
         finally:
             self.on = before
+
+
+predicting = Flag()
+"""Fake tensors get the strides and dtypes that kernels give (`predictions.py`)."""
+
+reinplacing = Flag()
+"""Inductor's ops write to what they are given only where it is right (`reinplacing.py`)."""
+
+
+def compiling_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler that takes what it is called with later as it would in this block: Inductor
+    compiles a backward when it first runs."""
+    raised = [flag for flag in (predicting, reinplacing) if flag.on]
+    if not raised:
+        return compiler
+    config: Any = torch.compiler.config
+    tag = config.cache_key_tag  # the caches on disk have others' entries for equal graphs
+
+    @functools.wraps(compiler)
+    def compile_later(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(config.patch(cache_key_tag=tag))
+            for flag in raised:
+                stack.enter_context(flag.raised())
+            return compiler(*args, **kwargs)
+
+    return compile_later

@@ -12,10 +12,10 @@ from torch import fx
 
 from .dynamo import counters
 from .fake_tensors import fake_mode_of, numbers_as_first_traced
+from .flags import compiling_as_now
 from .higher_order import gradients_as_eager
 from .mutation import writes_right
 from .patches import replaced
-from .predictions import predicting_as_now
 from .tangents import tangents_of_overlaps_right
 
 
@@ -78,7 +78,7 @@ def trace_joint_graph(
         compiler = kwargs.get("bw_compiler")
 
         def capture(graph: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
-            later = compiler and predicting_as_now(compiler)
+            later = compiler and compiling_as_now(compiler)
             found.append(JointGraph(graph, num_fwd_outputs, later, _is_inductors(partition)))
             raise _Captured
 

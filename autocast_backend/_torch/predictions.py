@@ -25,14 +25,12 @@ import torch
 from torch._ops import OpOverload
 
 from .fake_tensors import is_known
-from .flags import Flag
+from .flags import predicting
 
 Shape = Sequence[int]
 Strides = tuple[int, ...]
 Operands = Sequence[torch.Tensor]
 Rule = Callable[[Shape, Operands], Strides]
-
-_asked = Flag()
 
 
 @contextlib.contextmanager
@@ -40,22 +38,8 @@ def kernels_predicted() -> Iterator[None]:
     """Have fake tensors get the strides and dtypes that kernels of the CPU give, in what this
     thread does meanwhile."""
     _register()
-    with _asked.raised():
+    with predicting.raised():
         yield
-
-
-def predicting_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiler that takes what it is called with later as it would in this block: Inductor
-    compiles a backward when it first runs."""
-    if not _asked.on:
-        return compiler
-
-    @functools.wraps(compiler)
-    def compile_later(*args: Any, **kwargs: Any) -> Any:
-        with kernels_predicted():
-            return compiler(*args, **kwargs)
-
-    return compile_later
 
 
 @functools.cache
@@ -69,13 +53,15 @@ def _register() -> None:
     def dispatch(
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not _asked.on or not isinstance(func, OpOverload):
+        if not predicting.on or not isinstance(func, OpOverload):
             return predict(self, func, types, args, kwargs or {})
-        _asked.on = False  # for the ops that predict for this one: the cache keeps what they find
+        predicting.on = (
+            False  # for the ops that predict for this one: the cache keeps what they find
+        )
         try:
             return _put_right(self, func, predict(self, func, types, args, kwargs or {}), args)
         finally:
-            _asked.on = True
+            predicting.on = True
 
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
 

@@ -1,0 +1,133 @@
+"""What Inductor's ops write to, in place of a copy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import assert_same_bits
+
+ROWS = torch.tensor([2, 0, 3, 1])
+
+
+@torch.library.custom_op("smart_autocast_tests::add_rows_", mutates_args=("x",))
+def add_rows_(x: torch.Tensor, rows: torch.Tensor) -> None:
+    for i in range(len(x)):
+        x[i] += rows[i]
+
+
+@torch.library.custom_op("smart_autocast_tests::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def shifts(x: torch.Tensor) -> Any:
+    x[1:] = x[:-1].clone()
+
+
+def shifts_what_it_computes(x: torch.Tensor) -> Any:
+    y = x @ x
+    torch.as_strided(y, (3, 4), (4, 1), 4).copy_(y[:3].clone())
+    return y
+
+
+def adds_itself_turned(x: torch.Tensor) -> Any:
+    y = x * 2
+    y.index_add_(0, ROWS, y.t().clone())
+    return y
+
+
+def sets_itself_turned(x: torch.Tensor) -> Any:
+    y = x @ x
+    y[ROWS] = y.t().clone()
+    return y
+
+
+def clears_what_was_scattered_to(x: torch.Tensor) -> Any:
+    y = torch.slice_scatter(x, x[1:3] * 0 + 7, 0, 1, 3)
+    x.zero_()
+    return y
+
+
+def keeps_what_it_wrote(x: torch.Tensor) -> Any:
+    x[1] = 5
+    y = x.clone()
+    x.mul_(2)
+    return y
+
+
+def returns_a_copy(x: torch.Tensor) -> Any:
+    x[1] = 5
+    return x.clone()
+
+
+def copies_and_writes(source: torch.Tensor, x: torch.Tensor) -> Any:
+    x[0:, :] = source[0:, :]
+    source.add_(1)
+
+
+def adds_itself_turned_by_a_custom_op(x: torch.Tensor) -> Any:
+    add_rows_(x, x.t().clone())
+
+
+def doubles_a_copy(x: torch.Tensor) -> Any:
+    y = x.clone()
+    double_(y)
+    x.zero_()
+    return y
+
+
+def keeps_what_a_custom_op_wrote(x: torch.Tensor) -> Any:
+    double_(x)
+    y = x.clone()
+    x.zero_()
+    return y, y.clone()
+
+
+CASES: dict[str, Callable[..., Any]] = {
+    case.__name__: case
+    for case in (
+        shifts,
+        shifts_what_it_computes,
+        adds_itself_turned,
+        sets_itself_turned,
+        clears_what_was_scattered_to,
+        keeps_what_it_wrote,
+        returns_a_copy,
+        copies_and_writes,
+        adds_itself_turned_by_a_custom_op,
+        doubles_a_copy,
+        keeps_what_a_custom_op_wrote,
+    )
+}
+
+
+def all_cases(inputs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+    """In one graph: to compile one takes seconds."""
+    return {name: case(*inputs[name][: case.__code__.co_argcount]) for name, case in CASES.items()}
+
+
+@functools.cache
+def runs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Results and what has become of the inputs, in eager mode and through Inductor; then both have
+    been written to."""
+    both = []
+    for function in (all_cases, torch.compile(all_cases, backend="smart_autocast")):
+        numbers = torch.arange(16.0).view(4, 4)
+        inputs = {name: (numbers - 3, numbers + 1) for name in CASES}
+        results = function(inputs)
+        for x, _ in inputs.values():
+            x.add_(100)
+        both.append((results, inputs))
+    return both
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_what_is_written_in_place(name: str) -> None:
+    (results, inputs), (found, left) = runs()
+    assert_same_bits(found[name], results[name], "what is returned")
+    assert_same_bits(left[name], inputs[name], "inputs")
