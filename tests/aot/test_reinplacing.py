@@ -118,7 +118,7 @@ def runs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     both = []
     for function in (all_cases, torch.compile(all_cases, backend="smart_autocast")):
         numbers = torch.arange(16.0).view(4, 4)
-        inputs = {name: (numbers - 3, numbers + 1) for name in CASES}
+        inputs = dict.fromkeys(CASES, (numbers - 3, numbers + 1))
         results = function(inputs)
         for x, _ in inputs.values():
             x.add_(100)
