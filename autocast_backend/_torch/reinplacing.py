@@ -9,7 +9,10 @@ else has been copied to the input:
     x[1] = 5; y = x.clone()         y is select_scatter(x, 5), in the memory of x,
     x.mul_(2); return y             to which x * 2 is copied
 
-PyTorch #197829 and #198094.
+    x.index_add_(0, i, y)           writes to x, and of what is divided, each element may be written
+    x.div_(x.sum(0))                before the others have been added up
+
+PyTorch #197829, #198094 and #198270.
 """
 
 from __future__ import annotations
@@ -106,17 +109,23 @@ def _give_copies(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     copied_back: dict[Any, fx.Node] = {}
     for copy_back in graph.find_nodes(op="call_function", target=_COPY_BACK):
-        copied_back.setdefault(_memory(copy_back.args[0]), copy_back)
+        if isinstance(copy_back.args[1], fx.Node):
+            copied_back.setdefault(_memory(copy_back.args[0]), copy_back)
     # By memory: the first copy to the input that what is in it may live in.
     in_inputs = dict(copied_back)
     for node in list(graph.nodes):
         for written, result in _writes(node):
             copy_back = in_inputs.get(_memory(written))
-            late = copy_back is not None and _is_read_late(result, copy_back, order)
-            if late or _reads_beside(node, written):
+            if _reads_beside(node, written):
                 _give_copy(node, written)
-            elif copy_back is not None:
+            elif copy_back is None or result is None:
+                continue
+            elif result in _copied_in_the_end(copy_back) and not _is_read_late(
+                result, copy_back, order
+            ):
                 in_inputs[_memory(result)] = copy_back
+            else:
+                _give_copy(node, written)
 
 
 def _writes(node: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:
@@ -168,10 +177,28 @@ def _reads_beside(node: fx.Node, written: fx.Node) -> bool:
     return any(isinstance(a, fx.Node) and _memory(a) == _memory(written) for a in others)
 
 
-def _is_read_late(result: fx.Node | None, copy_back: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _copied_in_the_end(copy_back: fx.Node) -> list[fx.Node]:
+    """What is copied to an input, and what that is written over. Only so does Inductor write to the
+    input in the order of the graph: of something else, computed of what an op wrote to the input,
+    it may write one element before another one is read (PyTorch #198270)."""
+    from torch._inductor.fx_passes import reinplace
+
+    values: list[fx.Node] = []
+    value: Any = copy_back.args[1]
+    while value is not None:
+        values.append(_base(value))
+        call: Any = values[-1]
+        if call.target is operator.getitem:
+            call = call.args[0]
+        over = {result: written for written, result in _writes(call)}
+        is_sure = call.target is not reinplace._generalized_scatter
+        value = over.get(values[-1]) if is_sure else None
+    return values
+
+
+def _is_read_late(result: fx.Node, copy_back: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether a value is read after another one has been copied to the input that it may be in."""
-    source = copy_back.args[1]
-    if result is None or (isinstance(source, fx.Node) and _base(source) is result):
+    if result is _base(copy_back.args[1]):  # type: ignore[arg-type]
         return False
     return any(order[reader] > order[copy_back] for reader in _readers(result))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +59,22 @@ def keeps_what_it_wrote(x: torch.Tensor) -> Any:
     return y
 
 
+def divides_by_the_sum(x: torch.Tensor) -> Any:
+    x.index_add_(0, ROWS, x.flip(1))
+    x.div_(x.sum(0, keepdim=True) + 1)
+
+
+def turns_what_a_custom_op_wrote(x: torch.Tensor) -> Any:
+    double_(x)
+    x.copy_(x.flip(0) * 2)
+
+
+def swaps(x: torch.Tensor, y: torch.Tensor) -> Any:
+    kept = x.clone()
+    x.copy_(y)
+    y.copy_(kept)
+
+
 def returns_a_copy(x: torch.Tensor) -> Any:
     x[1] = 5
     return x.clone()
@@ -88,46 +103,38 @@ def keeps_what_a_custom_op_wrote(x: torch.Tensor) -> Any:
     return y, y.clone()
 
 
-CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case
-    for case in (
+def run(function: Callable[..., Any], count: int) -> tuple[Any, Any]:
+    """Results and what has become of the inputs; then all of these have been written to."""
+    numbers = torch.arange(16.0).view(4, 4)
+    inputs = (numbers - 3, numbers + 1)[:count]
+    results = function(*inputs)
+    for x in inputs:
+        x.add_(100)
+    return results, inputs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         shifts,
         shifts_what_it_computes,
         adds_itself_turned,
         sets_itself_turned,
         clears_what_was_scattered_to,
         keeps_what_it_wrote,
+        divides_by_the_sum,
+        turns_what_a_custom_op_wrote,
+        swaps,
         returns_a_copy,
         copies_and_writes,
         adds_itself_turned_by_a_custom_op,
         doubles_a_copy,
         keeps_what_a_custom_op_wrote,
-    )
-}
-
-
-def all_cases(inputs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-    """In one graph: to compile one takes seconds."""
-    return {name: case(*inputs[name][: case.__code__.co_argcount]) for name, case in CASES.items()}
-
-
-@functools.cache
-def runs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Results and what has become of the inputs, in eager mode and through Inductor; then both have
-    been written to."""
-    both = []
-    for function in (all_cases, torch.compile(all_cases, backend="smart_autocast")):
-        numbers = torch.arange(16.0).view(4, 4)
-        inputs = dict.fromkeys(CASES, (numbers - 3, numbers + 1))
-        results = function(inputs)
-        for x, _ in inputs.values():
-            x.add_(100)
-        both.append((results, inputs))
-    return both
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_numbers_of_what_is_written_in_place(name: str) -> None:
-    (results, inputs), (found, left) = runs()
-    assert_same_bits(found[name], results[name], "what is returned")
-    assert_same_bits(left[name], inputs[name], "inputs")
+    ],
+)
+def test_numbers_of_what_is_written_in_place(case: Callable[..., Any]) -> None:
+    count = case.__code__.co_argcount
+    torch._dynamo.reset()
+    expected = run(case, count)
+    found = run(torch.compile(case, backend="smart_autocast"), count)
+    assert_same_bits(found, expected)
