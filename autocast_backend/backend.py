@@ -33,17 +33,17 @@ from ._torch.dynamo_graphs import composites_in_bodies_taken_apart, is_nested_re
 from ._torch.fake_tensors import fake_inputs
 from ._torch.guards import guard_value
 from ._torch.higher_order import kernels_closed_in_gradients
+from ._torch.inductor import inductor_put_right
 from ._torch.kernels import kernels_opened
 from ._torch.memory import guard_overlaps
 from ._torch.mutation import writes_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.predictions import kernels_predicted
-from ._torch.reinplacing import reinplaced_right
 from ._torch.returned_views import detached_outputs_right, views_without_gradients
 from ._torch.tangents import tangents_of_overlaps_right
 from ._torch.traces import traces_noted
-from ._torch.whole_ops import ops_kept_whole
+from ._torch.whole_ops import ops_kept_whole, ops_right
 from .backward.joint_passes import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
@@ -210,6 +210,7 @@ def _compile(
             stack.enter_context(detached_outputs_right())
             stack.enter_context(tangents_of_overlaps_right())
             stack.enter_context(calls_apart())
+            stack.enter_context(ops_right())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)
@@ -292,7 +293,7 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
         if op_by_op:
             # Convolutions in channels_last round elsewhere, and Inductor mixes dtypes around them.
             patches = {"layout_optimization": False, **patches}
-        with reinplaced_right():
+        with inductor_put_right():
             return backend(graph_module, inputs, config_patches=patches or None)
 
     op_by_op = options.inductor.get("fallback_by_default")

@@ -28,14 +28,14 @@ class Flag(threading.local):
 predicting = Flag()
 """Fake tensors get the strides and dtypes that kernels give (`predictions.py`)."""
 
-reinplacing = Flag()
-"""Inductor's ops write to what they are given only where it is right (`reinplacing.py`)."""
+inductor_right = Flag()
+"""Inductor's graphs and kernels are put right (`inductor.py`)."""
 
 
 def compiling_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler that takes what it is called with later as it would in this block: Inductor
     compiles a backward when it first runs."""
-    raised = [flag for flag in (predicting, reinplacing) if flag.on]
+    raised = [flag for flag in (predicting, inductor_right) if flag.on]
     if not raised:
         return compiler
     config: Any = torch.compiler.config

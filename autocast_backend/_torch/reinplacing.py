@@ -17,33 +17,24 @@ PyTorch #197829, #198094 and #198270.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .flags import reinplacing
+from .flags import inductor_right
 
 _COPY_BACK = torch.ops.aten.copy_.default
 _KEPT_CLONE = torch.ops.prims.clone.default  # Inductor takes none of these away
 
 
-@contextlib.contextmanager
-def reinplaced_right() -> Iterator[None]:
-    """Have Inductor's ops write to what they are given only where that changes no number, in what
-    this thread compiles meanwhile."""
-    _register()
-    with reinplacing.raised():
-        yield
-
-
 @functools.cache
-def _register() -> None:
+def register() -> None:
+    """Have Inductor's ops write to what they are given only where that changes no number."""
     from torch._inductor.fx_passes import post_grad, reinplace
 
     reinplace_all, remove_noops = (
@@ -52,14 +43,14 @@ def _register() -> None:
     )
 
     def reinplace_inplaceable_ops_core(graph: fx.Graph) -> None:
-        if reinplacing.on:
+        if inductor_right.on:
             _read_before_written(graph)
             _give_copies(graph)
         reinplace_all(graph)
 
     def remove_noop_ops(graph: fx.Graph) -> None:
         clones = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
-        for clone in clones if reinplacing.on else ():
+        for clone in clones if inductor_right.on else ():
             if _is_apart(clone):
                 clone.target, clone.kwargs = _KEPT_CLONE, {}
         remove_noops(graph)
@@ -70,13 +61,13 @@ def _register() -> None:
 
 def _is_apart(clone: fx.Node) -> bool:
     """Whether a clone is returned, and made of what an op has written to, or given to a custom op
-    beside that."""
+    that is given that, too."""
     source: Any = clone.args[0]
     for user in clone.users:
         if user.op == "output" and _is_written(_base(source)):
             return True
-        beside = [written for written, _ in _writes(user)] if _is_wrapped(user) else []
-        if any(written is not clone and _memory(written) == _memory(source) for written in beside):
+        beside = user.all_input_nodes if _is_wrapped(user) else []
+        if any(_memory(other) == _memory(source) for other in beside if other is not clone):
             return True
     return False
 
@@ -116,7 +107,7 @@ def _give_copies(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         for written, result in _writes(node):
             copy_back = in_inputs.get(_memory(written))
-            if _reads_beside(node, written):
+            if _reads_beside(node, written) or _overlaps_itself(written):
                 _give_copy(node, written)
             elif copy_back is None or result is None:
                 continue
@@ -175,6 +166,11 @@ def _reads_beside(node: fx.Node, written: fx.Node) -> bool:
         return False
     others = pytree.tree_leaves((node.args[1:], node.kwargs))
     return any(isinstance(a, fx.Node) and _memory(a) == _memory(written) for a in others)
+
+
+def _overlaps_itself(node: fx.Node) -> bool:
+    """Whether elements share memory, as those of `x.expand(4, -1)` (PyTorch #183986)."""
+    return torch._debug_has_internal_overlap(node.meta["val"]) == 1
 
 
 def _copied_in_the_end(copy_back: fx.Node) -> list[fx.Node]:

@@ -34,6 +34,17 @@ _INTERPOLATION = (
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 
 _asked = Flag()
+_right = Flag()
+
+
+@contextlib.contextmanager
+def ops_right() -> Iterator[None]:
+    """Have AOTAutograd trace two ops right, in what this thread does meanwhile: dropout that drops
+    nothing returns what it was given, not a copy, and the multi-label margin loss reads targets up
+    to the first -1."""
+    _register()
+    with _right.raised():
+        yield
 
 
 @contextlib.contextmanager
@@ -54,6 +65,7 @@ def _register() -> None:
         op = getattr(aten, name)
         _put(op.vec, functools.partial(_chosen, functools.partial(_by_sizes, op.default)))
         _put(op.default, functools.partial(_chosen, _by_autograd(op.default)))
+    _put(aten.multilabel_margin_loss_forward.default, _multilabel_margin_loss)
     for name in _LOSSES:
         op = getattr(aten, name).default
         _put(op, functools.partial(_chosen, _by_autograd(op)))
@@ -83,7 +95,32 @@ def _has_symbols(values: Any) -> bool:
     return any(isinstance(v, torch.SymInt | torch.SymFloat) for v in pytree.tree_leaves(values))
 
 
+def _multilabel_margin_loss(
+    of_torch: Callable[..., Any], x: torch.Tensor, target: torch.Tensor, reduction: int
+) -> Any:
+    """The loss `sum(clamp(1 - x[t] + x[c], min=0)) / C` over the C classes c that are no target,
+    and the targets t before the first -1. PyTorch's adds x[0] up for each place after that."""
+    if not _right.on:
+        return of_torch(x, target, reduction)
+    rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = torch.arange(rows.shape[1], device=x.device)
+    end = torch.where(targets == -1, classes, len(classes)).amin(1, keepdim=True)
+    counts = classes < end
+    of_targets = rows.gather(1, torch.where(counts, targets, 0))
+    is_target = (torch.where(counts, targets, -1)[:, :, None] == classes).any(1)
+    margins = (1 - of_targets[:, :, None] + rows[:, None]).relu() / len(classes)
+    counts = counts[:, :, None] & ~is_target[:, None]
+    losses = torch.where(counts, margins, 0).sum((1, 2))
+    if reduction:
+        losses = losses.mean() if reduction == 1 else losses.sum()
+    elif x.dim() < 2:
+        losses = losses[0]
+    return losses, is_target.to(x.dtype).reshape(target.shape)
+
+
 def _dropout(fused: Callable[..., Any], x: torch.Tensor, p: float, train: bool) -> Any:
+    if _right.on and not (train and p):
+        return x
     plain = train and isinstance(p, float) and 0 < p < 1
     if not (_asked.on and plain and x.device.type == "cpu"):
         return fused(x, p, train)
