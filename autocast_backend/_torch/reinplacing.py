@@ -29,7 +29,8 @@ from torch.utils import _pytree as pytree
 from .flags import inductor_right
 
 _COPY_BACK = torch.ops.aten.copy_.default
-_KEPT_CLONE = torch.ops.prims.clone.default  # Inductor takes none of these away
+_KEPT_CLONE = torch.ops.prims.clone.default
+"""Inductor takes none of these away."""
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def register() -> None:
         clones = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
         for clone in clones if inductor_right.on else ():
             if _is_apart(clone):
-                clone.target, clone.kwargs = _KEPT_CLONE, {}
+                clone.target = _KEPT_CLONE
         remove_noops(graph)
 
     reinplace.reinplace_inplaceable_ops_core = reinplace_inplaceable_ops_core
@@ -120,9 +121,12 @@ def _give_copies(graph: fx.Graph) -> None:
 
 
 def _writes(node: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:
-    """What a call may come to write to, and who stands for that afterwards."""
+    """What a call may come to write to, and who stands for that afterwards. Collectives return what
+    is not there before it has been waited for; they are left alone."""
     from torch._inductor.fx_passes import reinplace
 
+    if getattr(node.target, "namespace", "") == "_c10d_functional":
+        return []
     if node.target in reinplace.inplaceable_ops:
         given = [node.args[i] for i in reinplace.inplaceable_ops[node.target].mutated_args]
         return [(a, node) for a in given if isinstance(a, fx.Node)]
@@ -170,7 +174,8 @@ def _reads_beside(node: fx.Node, written: fx.Node) -> bool:
 
 def _overlaps_itself(node: fx.Node) -> bool:
     """Whether elements share memory, as those of `x.expand(4, -1)` (PyTorch #183986)."""
-    return torch._debug_has_internal_overlap(node.meta["val"]) == 1
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and torch._debug_has_internal_overlap(value) == 1
 
 
 def _copied_in_the_end(copy_back: fx.Node) -> list[fx.Node]:
@@ -234,7 +239,7 @@ def _give_copy(node: fx.Node, written: fx.Node) -> None:
 
 
 def _copy(node: fx.Node) -> fx.Node:
-    copy = node.graph.call_function(_KEPT_CLONE, (node,))
+    copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
     value = node.meta["val"]
     with value.fake_mode:
         copy.meta["val"] = value.clone()
