@@ -34,16 +34,15 @@ from ._torch.fake_tensors import fake_inputs
 from ._torch.guards import guard_value
 from ._torch.higher_order import kernels_closed_in_gradients
 from ._torch.inductor import inductor_put_right
+from ._torch.joint_graphs import traced_right
 from ._torch.kernels import kernels_opened
 from ._torch.memory import guard_overlaps
-from ._torch.mutation import writes_right
 from ._torch.ops import chooses_attention
 from ._torch.partitioning import calls_apart, marks_heeded
 from ._torch.predictions import kernels_predicted
-from ._torch.returned_views import detached_outputs_right, views_without_gradients
-from ._torch.tangents import tangents_of_overlaps_right
+from ._torch.returned_views import views_without_gradients
 from ._torch.traces import traces_noted
-from ._torch.whole_ops import ops_kept_whole, ops_right
+from ._torch.whole_ops import ops_kept_whole
 from .backward.joint_passes import save_random_numbers
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
@@ -206,11 +205,8 @@ def _compile(
                 stack.enter_context(marks_heeded(save_random_numbers))
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
-            stack.enter_context(writes_right())
-            stack.enter_context(detached_outputs_right())
-            stack.enter_context(tangents_of_overlaps_right())
+            stack.enter_context(traced_right())
             stack.enter_context(calls_apart())
-            stack.enter_context(ops_right())
             stack.enter_context(outside_of_contexts())
             stack.enter_context(kernels_opened())
             compiled = inner(module, inputs)

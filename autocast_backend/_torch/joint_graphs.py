@@ -16,7 +16,9 @@ from .flags import compiling_as_now
 from .higher_order import gradients_as_eager
 from .mutation import writes_right
 from .patches import replaced
+from .returned_views import detached_outputs_right
 from .tangents import tangents_of_overlaps_right
+from .whole_ops import ops_right
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,7 @@ def trace_joint_graph(
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(common, "aot_module_simplified", aot_module_simplified))
         stack.enter_context(metadata_kept())
-        stack.enter_context(writes_right())
-        stack.enter_context(tangents_of_overlaps_right())
+        stack.enter_context(traced_right())
         stack.enter_context(gradients_as_eager())
         stack.enter_context(tracing(TracingContext(fake_mode_of(inputs))))
         stack.enter_context(numbers_as_first_traced(inputs))
@@ -122,6 +123,18 @@ def trace_joint_graph(
             "torch._dynamo.backends.common.aot_autograd"
         )
     return found[0]
+
+
+@contextlib.contextmanager
+def traced_right() -> Iterator[None]:
+    """What AOTAutograd's first trace of a graph and all later ones have in common."""
+    with (
+        ops_right(),
+        writes_right(),
+        detached_outputs_right(),
+        tangents_of_overlaps_right(),
+    ):
+        yield
 
 
 def joint_passes(*ours: Callable[[fx.GraphModule], None]) -> Callable[..., fx.GraphModule]:
