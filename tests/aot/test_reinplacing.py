@@ -113,6 +113,7 @@ def run(function: Callable[..., Any], count: int) -> tuple[Any, Any]:
     return results, inputs
 
 
+@pytest.mark.parametrize("mode", [None, "lite"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -132,9 +133,9 @@ def run(function: Callable[..., Any], count: int) -> tuple[Any, Any]:
         keeps_what_a_custom_op_wrote,
     ],
 )
-def test_numbers_of_what_is_written_in_place(case: Callable[..., Any]) -> None:
+def test_numbers_of_what_is_written_in_place(case: Callable[..., Any], mode: str | None) -> None:
     count = case.__code__.co_argcount
     torch._dynamo.reset()
     expected = run(case, count)
-    found = run(torch.compile(case, backend="smart_autocast"), count)
+    found = run(torch.compile(case, backend="smart_autocast", mode=mode), count)
     assert_same_bits(found, expected)
