@@ -8,13 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import _prims_common as prims
 from torch._ops import OpOverload
-from torch._prims_common import (
-    compute_elementwise_output_logical_to_physical_perm,
-)
-from torch._prims_common import (
-    is_non_overlapping_and_dense_or_false as is_dense,
-)
 from torch.utils import _pytree as pytree
 
 from .fake_tensors import is_known
@@ -129,11 +124,14 @@ def _put_strides_back(tensor: Any) -> None:
     from torch.fx.experimental.symbolic_shapes import sym_eq
 
     value = tensor.from_functional()
-    if not (is_dense(tensor) and is_known(sym_eq(value.shape, tensor.shape))):
+    if not (
+        prims.is_non_overlapping_and_dense_or_false(tensor)
+        and is_known(sym_eq(value.shape, tensor.shape))
+    ):
         return
     if is_known(sym_eq(value.stride(), tensor.stride())):
         return
-    order, _ = compute_elementwise_output_logical_to_physical_perm(tensor)
+    order, _ = prims.compute_elementwise_output_logical_to_physical_perm(tensor)
     ordered = value.permute(order).contiguous()
     back = [order.index(i) for i in range(len(order))]
     tensor.replace_(ordered.permute(back))
