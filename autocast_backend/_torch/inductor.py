@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from . import lowerings, reinplacing
+from . import division, lowerings, reinplacing, simplifications
 from .flags import inductor_right
 
 
@@ -17,7 +17,9 @@ from .flags import inductor_right
 def inductor_put_right() -> Iterator[None]:
     """Have Inductor compute what ATen does, in what this thread compiles meanwhile."""
     reinplacing.register()
+    division.register()
     lowerings.register()
+    simplifications.register()
     _register()
     with inductor_right.raised():
         yield

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .division import rounded
 from .flags import inductor_right
 
 Lowering = Callable[..., Any]
@@ -27,6 +28,16 @@ def register() -> None:
         _put(getattr(aten, name).default, _reduction_of_bytes)
     for name in ("max", "min"):
         _put(getattr(aten, name).dim, _reduction_of_bytes)
+    _put(aten.any.default, _any)
+    _put(aten.any.dim, _any)
+    _put(aten.any.dims, _any)
+    _put(aten.ldexp.Tensor, _ldexp)
+    _put(aten.bmm.default, _products)
+    for name in ("add", "sub", "fmod"):
+        _put(getattr(aten, name).Tensor, _with_scalar)
+    _put(aten.fmod.Scalar, _with_scalar)
+    _store_what_is_there()
+    _count_in_64_bits()
 
 
 def _put(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> None:
@@ -62,3 +73,73 @@ def _reduction_of_bytes(original: Lowering, x: Any, *args: Any, **kwargs: Any) -
     return pytree.tree_map(
         lambda r: lowering.to_dtype(r, dtype) if r.get_dtype() == torch.int32 else r, results
     )
+
+
+def _any(original: Lowering, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of uint8, `any` gives uint8."""
+    from torch._inductor import lowering
+
+    result = original(x, *args, **kwargs)
+    return lowering.to_dtype(result, torch.uint8) if x.get_dtype() == torch.uint8 else result
+
+
+def _products(original: Lowering, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of integers, products of matrices that are written as sums have the dtype of the matrices, as
+    in eager mode, not int64 (PyTorch #191308)."""
+    from torch._inductor import lowering
+
+    product = original(x, *args, **kwargs)
+    return product if x.get_dtype().is_floating_point else lowering.to_dtype(product, x.get_dtype())
+
+
+def _with_scalar(original: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """Of bfloat16 and float16, the CPU takes Python's floats in that dtype (PyTorch #186818)."""
+    tensors = [a for a in args if not isinstance(a, float)]
+    if len(tensors) == 1 and tensors[0].get_device().type == "cpu":
+        dtype = tensors[0].get_dtype()
+        if dtype in (torch.bfloat16, torch.float16):
+            args = tuple(rounded(a, dtype) for a in args)
+    return original(*args, **kwargs)
+
+
+def _ldexp(original: Lowering, x: Any, exponent: Any) -> Any:
+    """In the dtype of both (PyTorch #197091), where the exponent is no integer."""
+    from torch._inductor import lowering
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
+
+    if x.get_dtype().is_floating_point and not exponent.get_dtype().is_floating_point:
+        return original(x, exponent)
+    dtype = lowering.get_promoted_dtype(x, exponent, type_promotion_kind=KIND.INT_TO_FLOAT)
+    return original(lowering.to_dtype(x, dtype), lowering.to_dtype(exponent, dtype))
+
+
+def _store_what_is_there() -> None:
+    """Sums over inner loops that are stored in vectors: of the last one, which other elements
+    follow, the elements that are there (PyTorch #181690, fixed in torch 2.13; #196681)."""
+    from torch._inductor.codegen.cpp import CppKernelProxy
+
+    Kernel: Any = CppKernelProxy
+    original = Kernel.aggregate_reduction_buffers
+
+    def aggregate_reduction_buffers(self: Any, sums_inside: bool, outer_loop: Any) -> None:
+        if inductor_right.on and outer_loop is not None and not outer_loop.is_reduction:
+            loops = self.loop_nest.loops
+            inside = loops[loops.index(outer_loop) + 1 :]
+            sums_inside = sums_inside or any(loop.is_reduction for loop in inside)
+        original(self, sums_inside, outer_loop)
+
+    Kernel.aggregate_reduction_buffers = aggregate_reduction_buffers
+
+
+def _count_in_64_bits() -> None:
+    """What is counted with steps that 32 bits hold (PyTorch #175966): their products may not be."""
+    from torch._inductor.codegen.cpp import CppVecKernel
+    from torch._inductor.codegen.cpp_utils import cexpr_index
+
+    Kernel: Any = CppVecKernel
+    original = Kernel.arange
+
+    def arange(self: Any, index: Any, stride: Any) -> Any:
+        return original(self, index, cexpr_index(stride) if inductor_right.on else stride)
+
+    Kernel.arange = arange

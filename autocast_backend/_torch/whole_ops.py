@@ -31,6 +31,9 @@ _INTERPOLATION = (
     "upsample_trilinear3d",
     "upsample_bicubic2d",
 )
+_COPYING = ("upsample_nearest2d", *_INTERPOLATION[:3])
+"""Of these, the CPU's kernels copy along dimensions whose size does not change."""
+
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 
 _asked = Flag()
@@ -39,9 +42,9 @@ _right = Flag()
 
 @contextlib.contextmanager
 def ops_right() -> Iterator[None]:
-    """Have AOTAutograd trace two ops right, in what this thread does meanwhile: dropout that drops
-    nothing returns what it was given, not a copy, and the multi-label margin loss reads targets up
-    to the first -1."""
+    """Have AOTAutograd trace some ops right, in what this thread does meanwhile: dropout that drops
+    nothing returns what it was given, not a copy; the multi-label margin loss reads targets up to
+    the first -1; and interpolation copies along dimensions whose size does not change."""
     _register()
     with _right.raised():
         yield
@@ -61,6 +64,9 @@ def _register() -> None:
     """Ask the thread, wherever PyTorch has a decomposition above autograd. (A decomposition that
     went and came with each compilation would be missed by other threads.)"""
     aten = torch.ops.aten
+    for name in _COPYING:
+        linear = name in _INTERPOLATION
+        _put(getattr(aten, name).vec, functools.partial(_copying, linear))
     for name in _INTERPOLATION:
         op = getattr(aten, name)
         _put(op.vec, functools.partial(_chosen, functools.partial(_by_sizes, op.default)))
@@ -128,11 +134,31 @@ def _dropout(fused: Callable[..., Any], x: torch.Tensor, p: float, train: bool) 
     return x * (mask.to(x.dtype) / (1 - p))
 
 
+def _copying(
+    linear: bool, apart: Callable[..., Any], x: torch.Tensor, sizes: Any, *args: Any
+) -> Any:
+    """Forget the scales along such dimensions (PyTorch #198201): scaled by 1.25, three elements
+    stay as they are."""
+    from torch._decomp.decompositions import _upsample_linear, _upsample_nearest
+
+    *align_corners, scales = args
+    if not (_right.on and scales and x.device.type == "cpu"):
+        return apart(x, sizes, *args)
+    sizes = _sizes(x, sizes, scales)
+    scales = [None if size == x.shape[2 + i] else scales[i] for i, size in enumerate(sizes)]
+    interpolate: Any = _upsample_linear if linear else _upsample_nearest
+    return interpolate(x, sizes, *align_corners, scales)
+
+
 def _by_sizes(
     op: OpOverload, x: torch.Tensor, sizes: Any, align_corners: bool, scales: Any = None
 ) -> Any:
     """Call the overload with sizes, as ATen's composite kernel does."""
+    given = scales or [None] * (x.dim() - 2)
+    return op(x, _sizes(x, sizes, scales), align_corners, *given)
+
+
+def _sizes(x: torch.Tensor, sizes: Any, scales: Any) -> Any:
     from torch._decomp.decompositions import upsample_compute_output_size
 
-    given = scales or [None] * (x.dim() - 2)
-    return op(x, upsample_compute_output_size(x.size(), sizes, scales), align_corners, *given)
+    return upsample_compute_output_size(x.size(), sizes, scales)

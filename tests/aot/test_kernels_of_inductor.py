@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.forked import forked, printed
 from tests.support import assert_same_bits, weighted_sum
 
 WAYS: list[dict[str, Any]] = [
@@ -93,3 +94,109 @@ def test_index_ops_on_what_is_expanded() -> None:
     torch._dynamo.reset()
     rows = torch.arange(8.0).view(2, 4)
     assert_same_bits(torch.compile(adds, backend="smart_autocast")(rows), adds(rows))
+
+
+def rewritten(x: torch.Tensor, numbers: torch.Tensor, bytes_: torch.Tensor) -> list[torch.Tensor]:
+    """What Inductor writes in other words."""
+    ones = torch.ones(2, 4, dtype=torch.bool, device=x.device)
+    return [
+        x * 0,
+        1 + 0 * x.sum(),
+        F.softshrink(x),
+        x[None, 3:] + ones.cumsum(1, dtype=torch.bfloat16)[:, :1],
+        numbers[:, None] @ numbers[..., None].expand(-1, -1, 3),
+        torch.addmm(x[:1, None], x[None, 3:], x[3:, None], beta=0),
+        torch.arange(11) * 10**9 + numbers[0, 0],
+        bytes_.any(),
+        bytes_.any(1),
+        torch.ldexp(x.half(), x),
+        torch.ldexp(bytes_, x[:, None]),
+    ]
+
+
+def test_what_inductor_writes_in_other_words() -> None:
+    x = torch.tensor([1.0, float("nan"), float("inf"), 2.0, -3.0])
+    inputs = x, torch.arange(8, dtype=torch.int32).view(2, 4), torch.ones(5, 20, dtype=torch.uint8)
+    torch._dynamo.reset()
+    assert_same_bits(
+        torch.compile(rewritten, backend="smart_autocast")(*inputs), rewritten(*inputs)
+    )
+
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def divided(*inputs: torch.Tensor) -> list[torch.Tensor]:
+    results = []
+    for x in inputs:
+        results += [x // y for y in (0.1, -0.3, 0.0)] + [x[:3] // x.new_tensor([0.0, -0.5, 1e30])]
+        results += [torch.remainder(x, 0.1), torch.remainder(1.7, x), torch.remainder(x, x.flip(0))]
+        results += [x.fmod(0.1), x + 0.1, 0.1 - x, x * 0.1, x / 0.1]
+    whole = inputs[0].nan_to_num(0, 0).long()
+    return [*results, whole // 3, whole % 1.5, whole // 1.5]
+
+
+def test_floor_division_and_remainders() -> None:
+    """Quotients that are close to integers, and numbers that are between those of a dtype."""
+    of_floats = [(torch.arange(1, 200) * 0.1).to(dtype) for dtype in FLOATS]
+    inputs = [torch.cat([x, -x, x.new_tensor([float("inf"), float("nan")])]) for x in of_floats]
+    torch._dynamo.reset()
+    found = torch.compile(divided, backend="smart_autocast")(*inputs)
+    assert_same_bits(found, divided(*inputs))
+
+
+def test_what_is_repeated_and_turned_around_in_sizes_that_change() -> None:
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return torch.repeat_interleave((x + 1).flatten(), 2).flip(0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(turned, backend="smart_autocast", dynamic=True)
+    for size in (2, 4):
+        x = torch.arange(float(size**2)).view(size, size)
+        assert_same_bits(compiled(x), turned(x))
+
+
+STORED = """
+import torch
+import torch.nn.functional as F
+
+def multiplied(x):
+    gelu = x * 0.5 * (torch.erf(x * 0.7) + 1)
+    rows, columns = gelu, gelu.permute(3, 2, 1, 0)
+    return torch.matmul(F.pad(rows, (0, 0, 0, 0, 0, 26)), F.pad(columns, (0, 0, 0, 26)))
+
+x = torch.randn(1, 8, 34, 34).contiguous(memory_format=torch.channels_last)
+torch.testing.assert_close(torch.compile(multiplied, backend="smart_autocast")(x), multiplied(x))
+print("right")
+"""
+
+
+def test_sums_are_stored_where_they_belong() -> None:
+    """Of the last vector the rest was stored too, behind the end of the memory."""
+    with forked("import torch, autocast_backend") as run:
+        assert printed(run(STORED)) == "right\n"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_interpolation_along_dimensions_that_stay_as_they_are(
+    dynamic: bool, way: dict[str, Any]
+) -> None:
+    def scaled(x: torch.Tensor) -> list[torch.Tensor]:
+        scale: dict[str, Any] = {"scale_factor": (1.3, 1.5)}
+        return [
+            F.interpolate(x, **scale),
+            F.interpolate(x, **scale, mode="bilinear"),
+            F.interpolate(x, **scale, mode="bilinear", align_corners=True),
+            F.interpolate(x[0], scale_factor=1.3, mode="linear"),
+            F.interpolate(x[None], scale_factor=(2.0, 1.3, 1.5), mode="trilinear"),
+        ]
+
+    def results(function: Callable[..., Any]) -> list[torch.Tensor]:
+        x = torch.arange(12.0).view(1, 2, 2, 3).square().requires_grad_()
+        found = function(x)
+        return [*found, *torch.autograd.grad(weighted_sum(found), x)]
+
+    torch._dynamo.reset()
+    found = results(torch.compile(scaled, dynamic=dynamic, **way))
+    torch.testing.assert_close(found, results(scaled))

@@ -1,0 +1,95 @@
+"""Floor division and remainders of floats as ATen computes them, for Inductor.
+
+1.0 // 0.1                     9 in Python and in eager mode: 0.1 is a little more than a tenth
+floor(1.0 / 0.1)               10: the quotient is rounded, and this is Inductor's (PyTorch #197895)
+1.0 - floor(1.0 / 0.1) * 0.1   0, Inductor's remainder; 0.1 is that of eager mode
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .flags import inductor_right
+from .modes import outside_of_modes
+
+Operand = torch.Tensor | float
+
+
+@functools.cache
+def register() -> None:
+    """Put these into the table of what Inductor writes in other words."""
+    from torch._inductor import decomposition
+
+    aten = torch.ops.aten
+    ops: dict[Any, Callable[..., Any]] = {
+        aten.remainder.Tensor: _remainder,
+        aten.remainder.Scalar: _remainder,
+        aten.remainder.Scalar_Tensor: _remainder,
+        aten.div.Tensor_mode: _div,
+        aten.div.Scalar_mode: _div,
+    }
+    for op, function in ops.items():
+        decomposition.decompositions[op] = function
+    decomposition.fast_random_decomps.cache_clear()
+
+
+def rounded(value: Any, dtype: torch.dtype) -> Any:
+    """A Python float as a tensor of a dtype has it, anything else as it is."""
+    if not isinstance(value, float):
+        return value
+    with outside_of_modes():
+        return torch.tensor(value, dtype=dtype, device="cpu").item()
+
+
+def _remainder(x: Operand, y: Operand) -> Any:
+    dtype = torch.result_type(x, y)
+    if not (inductor_right.on and dtype.is_floating_point):
+        return NotImplemented
+    x, y = _in_float(rounded(x, dtype), rounded(y, dtype), dtype)
+    rest, apart = _fmod(x, y)
+    return torch.where(apart, rest + y, rest).to(dtype)
+
+
+def _div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
+    dtype = torch.result_type(x, y)
+    if not (inductor_right.on and dtype.is_floating_point and rounding_mode == "floor"):
+        return NotImplemented
+    return _floor_division(*_in_float(x, y, dtype)).to(dtype)
+
+
+def _in_float(x: Operand, y: Operand, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    """Operands in the dtype that ATen computes in, the first one as a tensor."""
+    if dtype in (torch.bfloat16, torch.float16):
+        dtype = torch.float32
+    if isinstance(y, torch.Tensor):
+        y = y.to(dtype)
+        if not isinstance(x, torch.Tensor):
+            return torch.full((), x, dtype=dtype, device=y.device), y
+    assert isinstance(x, torch.Tensor)
+    return x.to(dtype), y
+
+
+def _floor_division(x: torch.Tensor, y: Operand) -> torch.Tensor:
+    truly = x / y
+    rest, apart = _fmod(x, y)
+    # Where the quotient is too large the CPU has no rest, and ATen does not ask for it.
+    exact = torch.where(truly.isinf() & ~x.isinf(), x, x - rest)
+    quotient = exact / y  # an integer, but for rounding
+    quotient = torch.where(apart, quotient - 1, quotient)
+    floor: Any = quotient.floor()
+    floor = torch.where(quotient - floor > 0.5, floor + 1, floor)
+    floor = torch.where(quotient == 0, torch.copysign(torch.zeros_like(truly), truly), floor)
+    by_zero = y == 0
+    if isinstance(by_zero, bool):
+        return truly if by_zero else floor
+    return torch.where(by_zero, truly, floor)
+
+
+def _fmod(x: torch.Tensor, y: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a truncated quotient leaves, of the sign of x, and where its sign is not that of y."""
+    rest = torch.fmod(x, y)
+    return rest, (rest != 0) & ((rest < 0) != (y < 0))
