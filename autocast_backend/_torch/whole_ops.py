@@ -34,7 +34,7 @@ _INTERPOLATION = (
 _COPYING = ("upsample_nearest2d", *_INTERPOLATION[:3])
 """Of these, the CPU's kernels copy along dimensions whose size does not change."""
 
-_LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
+_OTHERS = ("multi_margin_loss", "multilabel_margin_loss_forward", "softshrink", "hardshrink")
 
 _asked = Flag()
 _right = Flag()
@@ -72,7 +72,7 @@ def _register() -> None:
         _put(op.vec, functools.partial(_chosen, functools.partial(_by_sizes, op.default)))
         _put(op.default, functools.partial(_chosen, _by_autograd(op.default)))
     _put(aten.multilabel_margin_loss_forward.default, _multilabel_margin_loss)
-    for name in _LOSSES:
+    for name in _OTHERS:
         op = getattr(aten, name).default
         _put(op, functools.partial(_chosen, _by_autograd(op)))
     _put(aten.dropout.default, _dropout)

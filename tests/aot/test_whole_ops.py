@@ -67,6 +67,18 @@ def test_losses(loss: Any, exact: dict[str, Any]) -> None:
     assert_same_bits(results(**exact), results(backend="eager"))
 
 
+@pytest.mark.parametrize("exact", EXACT, ids=["aot_eager", "lite"])
+def test_the_gradient_of_what_is_not_a_number(exact: dict[str, Any]) -> None:
+    def results(**arguments: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        x = torch.tensor([float("nan"), 0.2, 3.0], requires_grad=True)
+        compiled = torch.compile(lambda x: (F.softshrink(x), F.hardshrink(x)), **arguments)
+        shrunk = compiled(x)
+        return [*shrunk, *(torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in shrunk)]
+
+    assert_same_bits(results(**exact), results(backend="eager"))
+
+
 def test_only_where_it_is_asked_for() -> None:
     """Inductor makes one kernel of the parts, here as with stock."""
     graphs: list[fx.GraphModule] = []
