@@ -13,7 +13,11 @@ from torch import fx
 from . import _logging
 from ._torch.aot import training_graphs
 from ._torch.autocast import wrap_with_autocast
-from ._torch.checkpoints import checkpoints_as_in_eager, marked_in_checkpoints
+from ._torch.checkpoints import (
+    checkpoints_as_in_eager,
+    marked_in_checkpoints,
+    nothing_recomputed,
+)
 from ._torch.configs import (
     backward_traced_off,
     kernels_of_attention,
@@ -204,6 +208,7 @@ def _compile(
                 stack.enter_context(backward_traced_off(region.keep_in_backward, note))
                 stack.enter_context(marks_heeded(save_random_numbers))
                 stack.enter_context(kernels_closed_in_gradients())
+            stack.enter_context(nothing_recomputed(module))
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(traced_right())
             stack.enter_context(calls_apart())

@@ -272,6 +272,23 @@ def test_random_numbers_are_the_same_when_they_are_computed_again(way: str) -> N
     assert_same_bits(gradients(compiled=True), gradients(compiled=False))
 
 
+def test_random_numbers_where_nothing_has_a_gradient() -> None:
+    """PyTorch has nothing to compute again there, but refuses to, from 2.12 on."""
+    weight = torch.randn(8, 8)
+
+    def run(function: Callable[..., torch.Tensor]) -> torch.Tensor:
+        torch.manual_seed(0)
+        with torch.autocast(**BF16):
+            return function(torch.ones(4, 8), weight)
+
+    def checkpointed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return checkpoint(random_block, x, w, use_reentrant=False)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(checkpointed, backend="smart_autocast", options={"inner": "aot_eager"})
+    assert_same_bits(run(compiled), run(checkpointed))
+
+
 @pytest.fixture
 def nesting_restored() -> Iterator[None]:
     """A checkpoint stops computing its body again by an exception. The graph the oracle runs then
