@@ -285,7 +285,7 @@ def test_random_numbers_where_nothing_has_a_gradient() -> None:
         return checkpoint(random_block, x, w, use_reentrant=False)
 
     torch._dynamo.reset()
-    compiled = torch.compile(checkpointed, backend="smart_autocast", options={"inner": "aot_eager"})
+    compiled = torch.compile(checkpointed, **AOT_EAGER)
     assert_same_bits(run(compiled), run(checkpointed))
 
 
