@@ -12,7 +12,10 @@ else has been copied to the input:
     x.index_add_(0, i, y)           writes to x, and of what is divided, each element may be written
     x.div_(x.sum(0))                before the others have been added up
 
-PyTorch #197829, #198094 and #198270.
+    _foreach_copy_([x, y],          writes to x and y in one kernel, which reads them there
+                   [y.clone(), x.clone()])
+
+PyTorch #197829, #198094, #198270 and #198033.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ def register() -> None:
         if inductor_right.on:
             _read_before_written(graph)
             _give_copies(graph)
+            _give_copies_to_lists(graph)
         reinplace_all(graph)
 
     def remove_noop_ops(graph: fx.Graph) -> None:
@@ -118,6 +122,32 @@ def _give_copies(graph: fx.Graph) -> None:
                 in_inputs[_memory(result)] = copy_back
             else:
                 _give_copy(node, written)
+
+
+def _give_copies_to_lists(graph: fx.Graph) -> None:
+    """Give a copy to each op of lists that reads, beside what it would write to, something that is
+    computed of that: it writes to nothing then."""
+    from torch._inductor.fx_passes import reinplace
+
+    for node in list(graph.nodes):
+        if node.target in reinplace.inplaceable_foreach_ops:
+            written: Any = node.args[0]
+            read = [a for a in pytree.tree_leaves(node.args[1:]) if isinstance(a, fx.Node)]
+            in_memory = set(map(_memory, written))
+            if any(_memory(a) in in_memory for a in _computed_of(read)):
+                with graph.inserting_before(node):
+                    node.update_arg(0, [_copy(a) for a in written])
+
+
+def _computed_of(nodes: list[fx.Node]) -> Iterable[fx.Node]:
+    """Values, and all that they are computed of."""
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes.extend(node.all_input_nodes)
+            yield node
 
 
 def _writes(node: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:

@@ -89,6 +89,14 @@ def adds_itself_turned_by_a_custom_op(x: torch.Tensor) -> Any:
     add_rows_(x, x.t().clone())
 
 
+def adds_itself_turned_in_a_list(x: torch.Tensor) -> Any:
+    torch._foreach_add_([x], [x.flip(0)])
+
+
+def swaps_lists(x: torch.Tensor, y: torch.Tensor) -> Any:
+    torch._foreach_copy_([x, y], [y.clone(), x.clone()])
+
+
 def doubles_a_copy(x: torch.Tensor) -> Any:
     y = x.clone()
     double_(y)
@@ -129,6 +137,8 @@ def run(function: Callable[..., Any], count: int) -> tuple[Any, Any]:
         returns_a_copy,
         copies_and_writes,
         adds_itself_turned_by_a_custom_op,
+        adds_itself_turned_in_a_list,
+        swaps_lists,
         doubles_a_copy,
         keeps_what_a_custom_op_wrote,
     ],
