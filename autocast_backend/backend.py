@@ -47,7 +47,7 @@ from ._torch.predictions import kernels_predicted
 from ._torch.returned_views import views_without_gradients
 from ._torch.traces import traces_noted
 from ._torch.whole_ops import ops_kept_whole
-from .backward.joint_passes import save_random_numbers
+from .backward.joint_passes import save_random_numbers, save_what_is_compared
 from .backward.nested import write_out
 from .backward.region import Assumption, Region
 from .custom_ops import first_run_watched
@@ -206,7 +206,7 @@ def _compile(
                 stack.enter_context(training_graphs(region.follow_autocast))
                 note = stack.enter_context(traces_noted())
                 stack.enter_context(backward_traced_off(region.keep_in_backward, note))
-                stack.enter_context(marks_heeded(save_random_numbers))
+                stack.enter_context(marks_heeded(save_random_numbers, save_what_is_compared))
                 stack.enter_context(kernels_closed_in_gradients())
             stack.enter_context(nothing_recomputed(module))
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))

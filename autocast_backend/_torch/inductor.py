@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from . import division, lowerings, reinplacing, simplifications
+from . import comparisons, division, lowerings, reinplacing, simplifications
 from .flags import inductor_right
 
 
@@ -17,6 +17,7 @@ from .flags import inductor_right
 def inductor_put_right() -> Iterator[None]:
     """Have Inductor compute what ATen does, in what this thread compiles meanwhile."""
     reinplacing.register()
+    comparisons.register()
     division.register()
     lowerings.register()
     simplifications.register()
@@ -37,6 +38,8 @@ def _register() -> None:
 
     def recursive_post_grad_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
         passes(gm, is_inference)
+        if inductor_right.on:
+            comparisons.round_what_is_compared(gm.graph)
         if not inductor_right.on or config.use_post_grad_passes:
             return
         for module in gm.modules():

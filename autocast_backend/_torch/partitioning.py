@@ -49,19 +49,20 @@ def _has_negative_zero(node: fx.Node) -> bool:
 
 
 @contextlib.contextmanager
-def marks_heeded(mark: Callable[[fx.Graph], None]) -> Iterator[None]:
+def marks_heeded(*marks: Callable[[fx.Graph], None]) -> Iterator[None]:
     """Have the partitioner save what must be saved. Where it may use little memory, it overlooks
     some: all with a budget of 0, or what returns several tensors.
 
     Args:
-        mark: is given each joint graph as the partitioner gets it, after Inductor's passes.
+        marks: are given each joint graph as the partitioner gets it, after Inductor's passes.
     """
     from torch._functorch import partitioners
 
     original = partitioners.choose_saved_values_set
 
     def choose_saved_values_set(joint: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> Any:
-        mark(joint)
+        for mark in marks:
+            mark(joint)
         chosen = original(joint, node_info, *args, **kwargs)
         # What returns several tensors is none of them, though it may be chosen for its mark.
         chosen = [n for n in chosen if not isinstance(n.meta.get("val"), (tuple, list))]

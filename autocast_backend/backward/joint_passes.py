@@ -112,6 +112,24 @@ def _draws(node: fx.Node) -> bool:
     return any(_draws(inner) for graph in graphs for inner in graph.nodes)
 
 
+def save_what_is_compared(joint: fx.Graph) -> None:
+    """Have the partitioner save what the backward compares for equality, as eager mode does. It
+    finds so which elements the largest are: computed again in another kernel, none may be equal to
+    the largest one of the forward, and the gradient is zero or NaN (PyTorch #186799)."""
+    for node in joint.find_nodes(op="call_function", target=torch.ops.aten.eq.Tensor):
+        pending = node.all_input_nodes if in_backward(node) else []
+        while pending:
+            read = pending.pop()
+            if _is_view(read) or (in_backward(read) and _is_pointwise(read)):
+                pending += read.all_input_nodes
+            elif read.op == "call_function" and not (in_backward(read) or is_recomputed(read)):
+                must_save(read)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> bool:
     """Have the partitioner compute in the backward what another state would change in it. Says
     whether there is anything.
