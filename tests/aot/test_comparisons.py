@@ -58,7 +58,7 @@ def test_gradients_in_float32(function: Function) -> None:
 
 
 @pytest.mark.parametrize("function", [pooled, largest_of_all, twice_the_largest])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_in_bfloat16(function: Function, checkpointed: bool) -> None:
     def called(*inputs: torch.Tensor) -> Any:
         if checkpointed:

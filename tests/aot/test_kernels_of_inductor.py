@@ -18,7 +18,11 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(WAYS[0], marks=pytest.mark.slow), WAYS[1]],
+    ids=["inductor", "aot_eager"],
+)
 def test_the_gradient_of_average_pooling_whose_last_window_stands_out(way: dict[str, Any]) -> None:
     def pools(x: torch.Tensor) -> list[torch.Tensor]:
         images, volumes = x[None], x[None, :, :, :5, None].expand(-1, -1, -1, -1, 3)
@@ -177,10 +181,13 @@ def test_sums_are_stored_where_they_belong() -> None:
         assert printed(run(STORED)) == "right\n"
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("way", "dynamic"),
+    [(WAYS[0], False), (WAYS[1], False), (WAYS[1], True)],
+    ids=["inductor", "aot_eager", "aot_eager-dynamic"],
+)
 def test_interpolation_along_dimensions_that_stay_as_they_are(
-    dynamic: bool, way: dict[str, Any]
+    way: dict[str, Any], dynamic: bool
 ) -> None:
     def scaled(x: torch.Tensor) -> list[torch.Tensor]:
         scale: dict[str, Any] = {"scale_factor": (1.3, 1.5)}
