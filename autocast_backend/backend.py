@@ -208,7 +208,7 @@ def _compile(
                 stack.enter_context(backward_traced_off(region.keep_in_backward, note))
                 stack.enter_context(marks_heeded(save_random_numbers, save_what_is_compared))
                 stack.enter_context(kernels_closed_in_gradients())
-            stack.enter_context(nothing_recomputed(module))
+            stack.enter_context(nothing_recomputed(nodes_of(module)))
             stack.enter_context(own_cache_entries(nodes_of(module), inputs))
             stack.enter_context(traced_right())
             stack.enter_context(calls_apart())

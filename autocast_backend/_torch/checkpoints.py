@@ -10,7 +10,7 @@ in between), the backward would compute with the wrong ones.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,16 +57,14 @@ def marked_in_checkpoints(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def nothing_recomputed(graph_module: fx.GraphModule) -> Iterator[None]:
-    """Have AOTAutograd trace a graph without gradients in it as one that recomputes nothing. From
-    torch 2.12 on it raises an error where such a graph draws random numbers in a checkpoint."""
+def nothing_recomputed(nodes: Iterable[fx.Node]) -> Iterator[None]:
+    """Have AOTAutograd trace a graph of such nodes, if it has no gradients in it, as one that
+    recomputes nothing. From torch 2.12 on it raises an error where that draws random numbers in a
+    checkpoint."""
     from torch._functorch import config
 
     computes_gradients = any(
-        "autograd_backward" in node.meta or node.meta.get("custom")
-        for module in graph_module.modules()
-        if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes
+        "autograd_backward" in node.meta or node.meta.get("custom") for node in nodes
     )
     name = "remat_using_tags_for_fwd_loss_bwd_graph"
     with contextlib.nullcontext() if computes_gradients else config.patch(name, False):

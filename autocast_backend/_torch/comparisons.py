@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from .flags import inductor_right
+from .reinplacing import readers
 
 _aten = torch.ops.aten
 _EQUALITY = (_aten.eq.Tensor, _aten.ne.Tensor)
@@ -87,27 +88,22 @@ def round_what_is_compared(graph: fx.Graph) -> None:
             node.meta["low_precision_pointwise_barrier"] = True
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a call is one of an op that PyTorch tags as pointwise."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def _is_compared_with_extreme(node: fx.Node) -> bool:
     """Whether a value is compared, here or, where it is returned, maybe elsewhere, and what is the
     largest or the least element of it, or of what single ops make of it, computed here."""
-    if not any(user.op == "output" or user.target in _EQUALITY for user in _readers(node)):
+    if not any(user.op == "output" or user.target in _EQUALITY for user in readers(node)):
         return False
-    pending, seen = _readers(node), {node}
+    pending, seen = list(readers(node)), {node}
     while pending:
         user = pending.pop()
         if user.target in _EXTREMES:
             return True
-        if user not in seen and torch.Tag.pointwise in getattr(user.target, "tags", ()):
+        if user not in seen and is_pointwise(user):
             seen.add(user)
-            pending += _readers(user)
+            pending += readers(user)
     return False
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads a value, or a view of it."""
-    from torch.fx.passes.reinplace import _is_view_op
-
-    readers: list[fx.Node] = []
-    for user in node.users:
-        readers += _readers(user) if _is_view_op(user.target) else [user]
-    return readers

@@ -1,8 +1,10 @@
 """Floor division and remainders of floats as ATen computes them, for Inductor.
 
-1.0 // 0.1                     9 in Python and in eager mode: 0.1 is a little more than a tenth
-floor(1.0 / 0.1)               10: the quotient is rounded, and this is Inductor's (PyTorch #197895)
-1.0 - floor(1.0 / 0.1) * 0.1   0, Inductor's remainder; 0.1 is that of eager mode
+    1.0 // 0.1                     9 in Python and in eager mode: 0.1 is a little more than a tenth
+    floor(1.0 / 0.1)               10: the quotient is rounded (PyTorch #197895, Inductor)
+    1.0 - floor(1.0 / 0.1) * 0.1   0, Inductor's remainder; 0.1 is that of eager mode
+
+Kernels of ATen's divide what `fmod` leaves of a number, which is exact.
 """
 
 from __future__ import annotations

@@ -38,9 +38,10 @@ def _register() -> None:
 
     def recursive_post_grad_passes(gm: fx.GraphModule, is_inference: bool = False) -> None:
         passes(gm, is_inference)
-        if inductor_right.on:
-            comparisons.round_what_is_compared(gm.graph)
-        if not inductor_right.on or config.use_post_grad_passes:
+        if not inductor_right.on:
+            return
+        comparisons.round_what_is_compared(gm.graph)
+        if config.use_post_grad_passes:
             return
         for module in gm.modules():
             if isinstance(module, fx.GraphModule) and any(

@@ -231,12 +231,13 @@ def _is_read_late(result: fx.Node, copy_back: fx.Node, order: dict[fx.Node, int]
     """Whether a value is read after another one has been copied to the input that it may be in."""
     if result is _base(copy_back.args[1]):  # type: ignore[arg-type]
         return False
-    return any(order[reader] > order[copy_back] for reader in _readers(result))
+    return any(order[reader] > order[copy_back] for reader in readers(result))
 
 
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
+def readers(node: fx.Node) -> Iterable[fx.Node]:
+    """Who reads a value, or a view of it."""
     for user in node.users:
-        yield from _readers(user) if _is_view(user) else (user,)
+        yield from readers(user) if _is_view(user) else (user,)
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ def register() -> None:
     """Have Inductor leave them as they are."""
     _keep_products_with_zero()
     _keep_sums_in_their_dtype()
-    _keep_products_of_matrices()
+    _keep_what_is_not_read()
     _keep_signs_of_indices()
 
 
@@ -61,27 +61,21 @@ def _has_no_dtype(check: Callable[[Any], bool], match: Any) -> bool:
     return check(match) and not (inductor_right.on and asked is not None)
 
 
-def _keep_products_of_matrices() -> None:
-    """Products of integers that are written as sums have their dtype (PyTorch #191308), and `addmm`
-    with `beta=0` does not read what it would add to."""
+def _keep_what_is_not_read() -> None:
+    """`addmm` with `beta=0` does not read what it would add to, which may be NaN."""
     from torch._inductor import decomposition
 
-    aten = torch.ops.aten
-    for op in (aten.mm.default, aten.bmm.default, aten.addmm.default):
-        original = decomposition.decompositions[op]
-        decomposition.decompositions[op] = functools.wraps(original)(
-            functools.partial(_product, original)
-        )
+    addmm = torch.ops.aten.addmm.default
+    original = decomposition.decompositions[addmm]
+
+    @functools.wraps(original)
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        if inductor_right.on and kwargs.get("beta", 1) == 0:
+            return NotImplemented
+        return original(*args, **kwargs)
+
+    decomposition.decompositions[addmm] = decomposed
     decomposition.fast_random_decomps.cache_clear()
-
-
-def _product(original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if inductor_right.on and kwargs.get("beta", 1) == 0:
-        return NotImplemented
-    product = original(x, *args, **kwargs)
-    if inductor_right.on and not x.is_floating_point() and isinstance(product, torch.Tensor):
-        return product.to(x.dtype)
-    return product
 
 
 def _keep_signs_of_indices() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from .._torch.comparisons import is_pointwise
 from .._torch.fake_tensors import is_known
 from .._torch.joint_graphs import written_in_forward
 from .._torch.partitioning import draws_itself, in_backward, is_recomputed, must_save
@@ -116,18 +117,18 @@ def save_what_is_compared(joint: fx.Graph) -> None:
     """Have the partitioner save what the backward compares for equality, as eager mode does. It
     finds so which elements the largest are: computed again in another kernel, none may be equal to
     the largest one of the forward, and the gradient is zero or NaN (PyTorch #186799)."""
+    seen: set[fx.Node] = set()
     for node in joint.find_nodes(op="call_function", target=torch.ops.aten.eq.Tensor):
         pending = node.all_input_nodes if in_backward(node) else []
         while pending:
             read = pending.pop()
-            if _is_view(read) or (in_backward(read) and _is_pointwise(read)):
+            if read in seen:
+                continue
+            seen.add(read)
+            if _is_view(read) or (in_backward(read) and is_pointwise(read)):
                 pending += read.all_input_nodes
             elif read.op == "call_function" and not (in_backward(read) or is_recomputed(read)):
                 must_save(read)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def keep_in_backward(joint: fx.GraphModule, device_types: Sequence[str]) -> bool:
