@@ -51,33 +51,6 @@ def register() -> None:
         return result
 
     GraphLowering.run_node = run_node  # type: ignore[method-assign]
-    _keep_roundings()
-
-
-def _keep_roundings() -> None:
-    """Before torch 2.13 the CPU's kernels take a float32 that was rounded, and is converted back,
-    for the one before, though that is what they are told not to do."""
-    from torch._inductor.codegen import cpp
-    from torch._inductor.virtualized import V
-
-    def put(Overrides: Any) -> None:
-        original = Overrides.to_dtype
-
-        def to_dtype(
-            x: Any, dtype: Any, src_dtype: Any = None, use_compute_types: Any = True
-        ) -> Any:
-            if use_compute_types or not inductor_right.on:
-                return original(x, dtype, src_dtype, use_compute_types)
-            V.kernel.cache_dtype_convert = lambda *_: None
-            try:
-                return original(x, dtype, src_dtype, use_compute_types)
-            finally:
-                del V.kernel.cache_dtype_convert
-
-        Overrides.to_dtype = staticmethod(to_dtype)
-
-    put(cpp.CppOverrides)
-    put(cpp.CppVecOverrides)
 
 
 def round_what_is_compared(graph: fx.Graph) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from . import comparisons, division, lowerings, reinplacing, simplifications
+from . import comparisons, division, lowerings, reinplacing, roundings, simplifications
 from .flags import inductor_right
 
 
@@ -21,6 +21,7 @@ def inductor_put_right() -> Iterator[None]:
     division.register()
     lowerings.register()
     simplifications.register()
+    roundings.register()
     _register()
     with inductor_right.raised():
         yield
