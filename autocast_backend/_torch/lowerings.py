@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .division import rounded
 from .flags import inductor_right
+from .tables import put_lowering
 
 Lowering = Callable[..., Any]
 
@@ -23,36 +24,21 @@ def register() -> None:
     aten = torch.ops.aten
     for pooling in ("avg_pool2d_backward", "avg_pool3d_backward"):
         of_aten = getattr(lowering, f"fallback_{pooling}")
-        _put(getattr(aten, pooling).default, functools.partial(_average_pooling, of_aten))
+        put_lowering(getattr(aten, pooling).default, functools.partial(_average_pooling, of_aten))
     for name in ("amax", "amin", "argmax", "argmin", "max", "min"):
-        _put(getattr(aten, name).default, _reduction_of_bytes)
+        put_lowering(getattr(aten, name).default, _reduction_of_bytes)
     for name in ("max", "min"):
-        _put(getattr(aten, name).dim, _reduction_of_bytes)
-    _put(aten.any.default, _any)
-    _put(aten.any.dim, _any)
-    _put(aten.any.dims, _any)
-    _put(aten.ldexp.Tensor, _ldexp)
-    _put(aten.bmm.default, _products)
+        put_lowering(getattr(aten, name).dim, _reduction_of_bytes)
+    put_lowering(aten.any.default, _any)
+    put_lowering(aten.any.dim, _any)
+    put_lowering(aten.any.dims, _any)
+    put_lowering(aten.ldexp.Tensor, _ldexp)
+    put_lowering(aten.bmm.default, _products)
     for name in ("add", "sub", "fmod"):
-        _put(getattr(aten, name).Tensor, _with_scalar)
-    _put(aten.fmod.Scalar, _with_scalar)
+        put_lowering(getattr(aten, name).Tensor, _with_scalar)
+    put_lowering(aten.fmod.Scalar, _with_scalar)
     _store_what_is_there()
     _count_in_64_bits()
-
-
-def _put(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> None:
-    """Put a lowering, called with Inductor's own first, in its place."""
-    from torch._inductor import lowering
-
-    original = lowering.lowerings[op]
-
-    @functools.wraps(original)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        if not inductor_right.on:
-            return original(*args, **kwargs)
-        return kernel(original, *args, **kwargs)
-
-    lowering.lowerings[op] = lower
 
 
 def _average_pooling(of_aten: Lowering, original: Lowering, *args: Any) -> Any:

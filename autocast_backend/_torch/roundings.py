@@ -1,7 +1,11 @@
-"""What Inductor rounds to bfloat16 and float16 once where eager mode does twice, or the reverse.
+"""What Inductor rounds to bfloat16 and float16 elsewhere than eager mode does.
 
 With `emulate_precision_casts` it rounds the result of each op inside of its kernels. What is here
-are the ops that it makes of others.
+are ops that it makes of others.
+
+    glu(x) = a * sigmoid(b)      one kernel in eager mode, which computes in float32
+    a @ b + c                    two in eager mode; `addmm` here, which rounds once
+    log_softmax(x)               of ATen's kernel for the CPU, which rounds in between, on purpose
 """
 
 from __future__ import annotations
@@ -11,18 +15,112 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from .division import rounded
 from .flags import inductor_right
+from .tables import put_decomposition, put_lowering
 
 _ROUNDED = (torch.bfloat16, torch.float16)
+_OF_THE_CPU = (
+    "_log_softmax.default",
+    "addr.default",
+    "glu_backward.default",
+    "linalg_cross.default",
+    "logit.default",
+    "logit_backward.default",
+    "logsumexp.default",
+    "native_layer_norm_backward.default",
+    "xlogy.Tensor",
+)
+"""Ops whose kernels for the CPU round in between."""
+
+_BATCH_NORMS = (
+    "native_batch_norm.default",
+    "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit.no_stats",
+    "_native_batch_norm_legit_functional.default",
+    "_batch_norm_with_update.default",
+    "_batch_norm_with_update_functional.default",
+)
 
 
 @functools.cache
 def register() -> None:
     """Have it round, where it is told to, what eager mode rounds."""
+    from torch._inductor import lowering
+
+    aten = torch.ops.aten
+    put_lowering(aten.glu.default, _glu)
+    put_lowering(aten.pow.Tensor_Scalar, _power)
+    put_decomposition(aten.lerp.Scalar, _interpolation)
+    for name in _OF_THE_CPU:
+        op = _op(name)
+        put_decomposition(op, _left_to_aten)
+        lowering.make_fallback(op, warn=False, override_decomp=True)
+    for name in (*_BATCH_NORMS, "native_group_norm.default", "native_layer_norm.default"):
+        put_decomposition(_op(name), _norm)
     _keep_roundings()
     _keep_products_apart_from_sums()
     _keep_casts()
+
+
+def _op(name: str) -> torch._ops.OpOverload:
+    packet, overload = name.split(".")
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload)
+    return op
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _ROUNDED
+
+
+def _left_to_aten(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    low = [a for a in pytree.tree_leaves((args, kwargs)) if _is_low(a)]
+    if _rounds() and low and low[0].device.type == "cpu":
+        return NotImplemented
+    return original(*args, **kwargs)
+
+
+def _glu(original: Callable[..., Any], x: Any, *args: Any) -> Any:
+    from torch._inductor import lowering
+
+    dtype = x.get_dtype()
+    if not _rounds() or dtype not in _ROUNDED:
+        return original(x, *args)
+    return lowering.to_dtype(original(lowering.to_dtype(x, torch.float32), *args), dtype)
+
+
+def _interpolation(original: Callable[..., Any], start: Any, end: Any, weight: Any) -> Any:
+    if not _rounds() or not _is_low(start):
+        return original(start, end, weight)
+    return original(start.float(), end.float(), weight).to(start.dtype)
+
+
+def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
+    """The CPU takes the exponent in the dtype of x, and multiplies for the third power."""
+    from torch._inductor import lowering
+
+    if not _rounds() or x.get_dtype() not in _ROUNDED or x.get_device().type != "cpu":
+        return original(x, exponent)
+    if exponent == 3:
+        return lowering.mul(lowering.mul(x, x), x)
+    return original(x, rounded(exponent, x.get_dtype()))
+
+
+def _norm(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The statistics that the CPU's kernels save for the backward are float32 where weights or
+    running statistics are. (For all of PyTorch's decompositions, in the dtype of x.)"""
+    others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    mixed = _is_low(x) and x.device.type == "cpu" and any(map(_is_float32, others))
+    if not mixed or not _rounds():
+        return original(x, *args, **kwargs)
+    y, *others = original(x.float(), *args, **kwargs)
+    return y.to(x.dtype), *others
+
+
+def _is_float32(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32
 
 
 def _rounds() -> bool:

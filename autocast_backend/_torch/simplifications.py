@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .flags import inductor_right
+from .tables import put_decomposition
 
 
 @functools.cache
@@ -17,7 +18,7 @@ def register() -> None:
     """Have Inductor leave them as they are."""
     _keep_products_with_zero()
     _keep_sums_in_their_dtype()
-    _keep_what_is_not_read()
+    put_decomposition(torch.ops.aten.addmm.default, _keep_what_is_not_read)
     _keep_signs_of_indices()
 
 
@@ -61,21 +62,9 @@ def _has_no_dtype(check: Callable[[Any], bool], match: Any) -> bool:
     return check(match) and not (inductor_right.on and asked is not None)
 
 
-def _keep_what_is_not_read() -> None:
+def _keep_what_is_not_read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`addmm` with `beta=0` does not read what it would add to, which may be NaN."""
-    from torch._inductor import decomposition
-
-    addmm = torch.ops.aten.addmm.default
-    original = decomposition.decompositions[addmm]
-
-    @functools.wraps(original)
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        if inductor_right.on and kwargs.get("beta", 1) == 0:
-            return NotImplemented
-        return original(*args, **kwargs)
-
-    decomposition.decompositions[addmm] = decomposed
-    decomposition.fast_random_decomps.cache_clear()
+    return NotImplemented if kwargs.get("beta", 1) == 0 else original(*args, **kwargs)
 
 
 def _keep_signs_of_indices() -> None:
