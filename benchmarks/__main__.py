@@ -16,6 +16,7 @@ QUESTIONS = (
     "decode",
     "threshold",
     "training",
+    "rounding",
     "memory",
     "weights",
     "gpu",

@@ -5,7 +5,7 @@ are ops that it makes of others.
 
     glu(x) = a * sigmoid(b)      one kernel in eager mode, which computes in float32
     a @ b + c                    two in eager mode; `addmm` here, which rounds once
-    log_softmax(x)               of ATen's kernel for the CPU, which rounds in between, on purpose
+    log_softmax(x)               a kernel of the CPU's, which rounds in between
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .division import rounded
 from .flags import inductor_right
@@ -30,10 +29,12 @@ _OF_THE_CPU = (
     "logit.default",
     "logit_backward.default",
     "logsumexp.default",
-    "native_layer_norm_backward.default",
     "xlogy.Tensor",
 )
 """Ops whose kernels for the CPU round in between."""
+
+_LAYER_NORM = ("native_layer_norm.default", "native_layer_norm_backward.default")
+"""Those of the CPU add up in another order than Inductor's, in float32, too, and are not slower."""
 
 _BATCH_NORMS = (
     "native_batch_norm.default",
@@ -54,11 +55,11 @@ def register() -> None:
     put_lowering(aten.glu.default, _glu)
     put_lowering(aten.pow.Tensor_Scalar, _power)
     put_decomposition(aten.lerp.Scalar, _interpolation)
-    for name in _OF_THE_CPU:
-        op = _op(name)
-        put_decomposition(op, _left_to_aten)
-        lowering.make_fallback(op, warn=False, override_decomp=True)
-    for name in (*_BATCH_NORMS, "native_group_norm.default", "native_layer_norm.default"):
+    for names, words in ((_OF_THE_CPU, _low_left_to_aten), (_LAYER_NORM, _left_to_aten)):
+        for op in map(_op, names):
+            put_decomposition(op, words)
+            lowering.make_fallback(op, warn=False, override_decomp=True)
+    for name in (*_BATCH_NORMS, "native_group_norm.default"):
         put_decomposition(_op(name), _norm)
     _keep_roundings()
     _keep_products_apart_from_sums()
@@ -75,11 +76,16 @@ def _is_low(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _ROUNDED
 
 
-def _left_to_aten(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    low = [a for a in pytree.tree_leaves((args, kwargs)) if _is_low(a)]
-    if _rounds() and low and low[0].device.type == "cpu":
+def _left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    if _rounds() and x.device.type == "cpu":
         return NotImplemented
-    return original(*args, **kwargs)
+    return original(x, *args, **kwargs)
+
+
+def _low_left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    if _is_low(x) or any(map(_is_low, args)):
+        return _left_to_aten(original, x, *args, **kwargs)
+    return original(x, *args, **kwargs)
 
 
 def _glu(original: Callable[..., Any], x: Any, *args: Any) -> Any:
