@@ -11,7 +11,7 @@ are ops that it makes of others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,9 +33,6 @@ _OF_THE_CPU = (
 )
 """Ops whose kernels for the CPU round in between."""
 
-_LAYER_NORM = ("native_layer_norm.default", "native_layer_norm_backward.default")
-"""Those of the CPU add up in another order than Inductor's, in float32, too, and are not slower."""
-
 _BATCH_NORMS = (
     "native_batch_norm.default",
     "_native_batch_norm_legit.default",
@@ -55,10 +52,13 @@ def register() -> None:
     put_lowering(aten.glu.default, _glu)
     put_lowering(aten.pow.Tensor_Scalar, _power)
     put_decomposition(aten.lerp.Scalar, _interpolation)
-    for names, words in ((_OF_THE_CPU, _low_left_to_aten), (_LAYER_NORM, _left_to_aten)):
-        for op in map(_op, names):
-            put_decomposition(op, words)
-            lowering.make_fallback(op, warn=False, override_decomp=True)
+    words = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
+        "native_layer_norm.default": _layer_norm,
+        "native_layer_norm_backward.default": _left_to_aten,
+    }
+    for name, function in words.items():
+        put_decomposition(_op(name), function)
+        lowering.make_fallback(_op(name), warn=False, override_decomp=True)
     for name in (*_BATCH_NORMS, "native_group_norm.default"):
         put_decomposition(_op(name), _norm)
     _keep_roundings()
@@ -114,19 +114,25 @@ def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
     return original(x, rounded(exponent, x.get_dtype()))
 
 
+def _layer_norm(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Inductor adds up in another order, in float32, too, and is not faster."""
+    if _is_mixed(x, args):  # ATen's, but from torch 2.14 on it is expected to save other dtypes
+        return _norm(original, x, *args, **kwargs)
+    return _left_to_aten(original, x, *args, **kwargs)
+
+
 def _norm(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """The statistics that the CPU's kernels save for the backward are float32 where weights or
     running statistics are. (For all of PyTorch's decompositions, in the dtype of x.)"""
-    others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    mixed = _is_low(x) and x.device.type == "cpu" and any(map(_is_float32, others))
-    if not mixed or not _rounds():
+    if not _is_mixed(x, (*args, *kwargs.values())) or x.device.type != "cpu" or not _rounds():
         return original(x, *args, **kwargs)
     y, *others = original(x.float(), *args, **kwargs)
     return y.to(x.dtype), *others
 
 
-def _is_float32(x: torch.Tensor) -> bool:
-    return x.dtype == torch.float32
+def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:
+    tensors = [a for a in others if isinstance(a, torch.Tensor)]
+    return _is_low(x) and any(a.dtype == torch.float32 for a in tensors)
 
 
 def _rounds() -> bool:
