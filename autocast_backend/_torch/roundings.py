@@ -49,7 +49,11 @@ def register() -> None:
     from torch._inductor import lowering
 
     aten = torch.ops.aten
-    put_lowering(aten.glu.default, _glu)
+    put_lowering(aten.glu.default, _in_float32)
+    for op in (aten.mul.Tensor, aten.div.Tensor):
+        put_lowering(op, _with_number)
+    for op in (aten.add.Tensor, aten.sub.Tensor):
+        put_lowering(op, _sum)
     put_lowering(aten.pow.Tensor_Scalar, _power)
     put_decomposition(aten.lerp.Scalar, _interpolation)
     words = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
@@ -88,13 +92,37 @@ def _low_left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs
     return original(x, *args, **kwargs)
 
 
-def _glu(original: Callable[..., Any], x: Any, *args: Any) -> Any:
+def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What is one kernel in eager mode, which computes in float32."""
     from torch._inductor import lowering
 
-    dtype = x.get_dtype()
-    if not _rounds() or dtype not in _ROUNDED:
-        return original(x, *args)
-    return lowering.to_dtype(original(lowering.to_dtype(x, torch.float32), *args), dtype)
+    dtypes = {a.get_dtype() for a in args if hasattr(a, "get_dtype")}
+    (dtype, *more) = dtypes
+    if more or dtype not in _ROUNDED or not _rounds():
+        return original(*args, **kwargs)
+    args = tuple(
+        lowering.to_dtype(a, torch.float32) if hasattr(a, "get_dtype") else a for a in args
+    )
+    return lowering.to_dtype(original(*args, **kwargs), dtype)
+
+
+def _with_number(original: Callable[..., Any], x: Any, y: Any, **kwargs: Any) -> Any:
+    """Numbers are float32. Where every op rounds what it is given, they would be rounded, too."""
+    tensors = [a for a in (x, y) if hasattr(a, "get_dtype")]
+    if kwargs.get("alpha", 1) == 1 and len(tensors) != 1:
+        return original(x, y, **kwargs)
+    return _in_float32(original, x, y, **kwargs)
+
+
+def _sum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The CPU does round those that are added to tensors, and `alpha`."""
+    low = [a for a in args if hasattr(a, "get_dtype") and a.get_dtype() in _ROUNDED]
+    if _rounds() and low and low[0].get_device().type == "cpu":
+        dtype = low[0].get_dtype()
+        args = tuple(rounded(float(a), dtype) if isinstance(a, int | float) else a for a in args)
+        if isinstance(alpha := kwargs.get("alpha"), int | float):
+            kwargs["alpha"] = rounded(float(alpha), dtype)
+    return _with_number(original, *args, **kwargs)
 
 
 def _interpolation(original: Callable[..., Any], start: Any, end: Any, weight: Any) -> Any:

@@ -24,6 +24,8 @@ FEW: dict[str, Chain] = {
 MORE: dict[str, Chain] = {
     "two gates": lambda x, w, v: (x @ w).tanh() * (x @ v).sigmoid() + (x @ w) * 0.1,
     "float16": lambda x, w, v: (x.half() * 0.3 + 0.1) * x.half(),
+    "numbers": lambda x, w, v: 1.7 / (x.bfloat16() * 1.1 * 0.9 + 0.3) - x.bfloat16() / 3.3,
+    "alpha": lambda x, w, v: torch.add(x @ w, x @ v, alpha=0.3) * 1.3,
     "sum": lambda x, w, v: ((x @ w) * 0.3).sum(1) + 0.1,
     "joined": lambda x, w, v: torch.cat([(x @ w) * 0.3, (x @ v) * 0.7]) * 1.3 + 1,
     "gated linear unit": lambda x, w, v: F.glu(x @ w) * (x @ v)[:, :32],
@@ -86,6 +88,4 @@ def test_eager_modes_bits_of_more(name: str) -> None:
 @pytest.mark.parametrize("name", [*FEW, *MORE])
 def test_they_are_others_if_it_is_told_not_to(name: str) -> None:
     names = tuple(FEW if name in FEW else MORE)
-    assert max(differences(names, name, "not rounded")) > 2e-3 * (
-        name not in ("float16", "third power")
-    )
+    assert max(differences(names, name, "not rounded")) > 1e-4
