@@ -50,9 +50,9 @@ def register() -> None:
 
     aten = torch.ops.aten
     put_lowering(aten.glu.default, _in_float32)
-    for op in (aten.mul.Tensor, aten.div.Tensor):
+    for op in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         put_lowering(op, _with_number)
-    for op in (aten.add.Tensor, aten.sub.Tensor):
+    for op in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
         put_lowering(op, _sum)
     put_lowering(aten.pow.Tensor_Scalar, _power)
     put_decomposition(aten.lerp.Scalar, _interpolation)
