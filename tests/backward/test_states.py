@@ -348,8 +348,7 @@ def test_attention_that_inductor_recognises(forward: str) -> None:
         return [x.grad for x in inputs]
 
     torch._dynamo.reset()
-    precise = {"emulate_precision_casts": True}
-    compiled = torch.compile(function, **ours("inductor", inductor=precise))
+    compiled = torch.compile(function, **ours("inductor"))
     for backward in ("bf16", "fp16"):
         actual, expected = gradients(compiled, backward), gradients(function, backward)
         for a, e in zip(actual, expected, strict=True):

@@ -26,7 +26,6 @@ from tests.support import (
     assert_same_bits,
     capture,
     lower_with_report,
-    needs_torch,
     targets,
 )
 
@@ -653,9 +652,8 @@ def test_the_second_compilation_is_outside_of_function_modes() -> None:
 
 
 @pytest.mark.slow
-@needs_torch(2, 13, because="emulate_precision_casts is for Triton only")
-def test_inductor_gives_both_graphs_the_same_bits_where_it_rounds() -> None:
-    class Attention(nn.Module):  # without the option, its two calls differ
+def test_inductor_gives_both_graphs_the_same_bits() -> None:
+    class Attention(nn.Module):  # if it does not round, its two calls differ
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
@@ -667,8 +665,7 @@ def test_inductor_gives_both_graphs_the_same_bits_where_it_rounds() -> None:
     torch.manual_seed(0)
     model = Attention().eval()
     inputs = torch.randn(2, 6, 16), torch.randn(2, 6, 16)
-    options = {"inductor": {"emulate_precision_casts": True}}
-    compiled = torch.compile(model, backend="smart_autocast", options=options)
+    compiled = torch.compile(model, backend="smart_autocast")
     with torch.no_grad(), bf16():
         inside, outside = compiled(*inputs), compiled(*inputs)
         assert_same_bits([inside, outside], [model(*inputs)] * 2)
