@@ -54,6 +54,7 @@ from .custom_ops import first_run_watched
 from .graphs import (
     check_graph_module,
     copy_graph,
+    has_low_precision,
     is_recorded,
     names_of,
     nodes_of,
@@ -282,8 +283,10 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
         return backend
 
     def inductor(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Results in bfloat16 and float16 are rounded inside of kernels, too, as in eager mode.
-        patches = {"emulate_precision_casts": True, **options.inductor}
+        patches = dict(options.inductor)
+        if autocast or has_low_precision(graph_module):
+            # Results are rounded inside of kernels, too, as in eager mode.
+            patches = {"emulate_precision_casts": True, **patches}
         if autocast and scales_convolutions(patches):
             # The weights would be scaled after their casts, and be float32 again.
             log.info("efficient_conv_bn_eval_fx_passes is off for a graph in which autocast acts")
@@ -296,7 +299,7 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
             # Convolutions in channels_last round elsewhere, and Inductor mixes dtypes around them.
             patches = {"layout_optimization": False, **patches}
         with inductor_put_right():
-            return backend(graph_module, inputs, config_patches=patches)
+            return backend(graph_module, inputs, config_patches=patches or None)
 
     op_by_op = options.inductor.get("fallback_by_default")
     return _kept_whole(inductor) if op_by_op else inductor

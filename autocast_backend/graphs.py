@@ -35,6 +35,13 @@ def nodes_of(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
+def has_low_precision(graph_module: fx.GraphModule) -> bool:
+    """Whether anything in a graph of Dynamo's is bfloat16 or float16."""
+    values = pytree.tree_leaves([n.meta.get("example_value") for n in nodes_of(graph_module)])
+    low = (torch.bfloat16, torch.float16)
+    return any(isinstance(value, torch.Tensor) and value.dtype in low for value in values)
+
+
 def names_of(graph_module: fx.GraphModule) -> dict[fx.Node, str]:
     """The names of the nodes of a graph and of the bodies in it. Two bodies may call nodes alike;
     a body's nodes are named after the body, too: `wrap_body_0.add`."""

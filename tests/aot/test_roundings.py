@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from tests.support import BF16
 
@@ -89,3 +90,23 @@ def test_eager_modes_bits_of_more(name: str) -> None:
 def test_they_are_others_if_it_is_told_not_to(name: str) -> None:
     names = tuple(FEW if name in FEW else MORE)
     assert max(differences(names, name, "not rounded")) > 1e-4
+
+
+def is_left_to_aten(x: Tensor, function: Callable[[Tensor], Tensor]) -> bool:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="smart_autocast")
+    result, codes = run_and_get_code(compiled, x)
+    assert torch.equal(result, function(x)) or x.dtype == torch.float32
+    return "torch.ops.aten.native_layer_norm.default(" in "".join(codes)
+
+
+def test_graphs_without_low_precision_are_compiled_as_by_stock() -> None:
+    def rounds(x: Tensor) -> Tensor:
+        return (F.layer_norm(x.bfloat16(), (64,)) * 1.3 + 0.1).float()
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (64,)) * 1.3 + 0.1
+
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    assert [is_left_to_aten(x, norm), is_left_to_aten(x.bfloat16(), norm)] == [False, True]
+    assert is_left_to_aten(x, rounds)
