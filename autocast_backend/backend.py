@@ -54,8 +54,8 @@ from .custom_ops import first_run_watched
 from .graphs import (
     check_graph_module,
     copy_graph,
-    has_low_precision,
     is_recorded,
+    made_in,
     names_of,
     nodes_of,
 )
@@ -284,7 +284,9 @@ def _inner(options: Options, *, autocast: bool) -> Inner:
 
     def inductor(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         patches = dict(options.inductor)
-        if autocast or has_low_precision(graph_module):
+        tensors = [*made_in(graph_module), *(i for i in inputs if isinstance(i, torch.Tensor))]
+        low = autocast or any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+        if low and all(t.device.type == "cpu" for t in tensors):
             # Results are rounded inside of kernels, too, as in eager mode.
             patches = {"emulate_precision_casts": True, **patches}
         if autocast and scales_convolutions(patches):

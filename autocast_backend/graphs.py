@@ -35,11 +35,10 @@ def nodes_of(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def has_low_precision(graph_module: fx.GraphModule) -> bool:
-    """Whether anything in a graph of Dynamo's is bfloat16 or float16."""
+def made_in(graph_module: fx.GraphModule) -> list[torch.Tensor]:
+    """All fake tensors of a graph of Dynamo's, its inputs too."""
     values = pytree.tree_leaves([n.meta.get("example_value") for n in nodes_of(graph_module)])
-    low = (torch.bfloat16, torch.float16)
-    return any(isinstance(value, torch.Tensor) and value.dtype in low for value in values)
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def names_of(graph_module: fx.GraphModule) -> dict[fx.Node, str]:

@@ -81,8 +81,8 @@ class Options:
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor config patches, such as {"max_autotune": True}. `mode=` of `torch.compile` works as
-    in stock. `emulate_precision_casts` is on if it is not given, in graphs that have low precision:
-    results in bfloat16 and float16 are rounded inside of kernels, as in eager mode."""
+    in stock. `emulate_precision_casts` is on if it is not given, in graphs on the CPU that have low
+    precision: results in bfloat16 and float16 are rounded inside of kernels, as in eager mode."""
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:

@@ -36,7 +36,10 @@ WAYS: dict[str, dict[str, Any]] = {
         "backend": "smart_autocast",
         "options": {"inductor": {"emulate_precision_casts": False}},
     },
-    ROUNDED: {"backend": "smart_autocast"},
+    ROUNDED: {
+        "backend": "smart_autocast",
+        "options": {"inductor": {"emulate_precision_casts": True}},
+    },
 }
 
 
