@@ -6,7 +6,8 @@ still run. The exit code is 0 only if all succeeded.
 
 All stages together may take longer than the time they get, and come in the order of their value.
 Where commands have a limit of their own, run them in parts, each of which fits: `--only kernels`,
-`--only tests`, `--only checks`, `--only models`, `--only training`, `--only rest`.
+`--only tests`, `--only checks`, `--only models`, `--only training`, `--only rounding`, `--only
+rest`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ PARTS = {
     "checks": ("build", "memcheck", "racecheck"),
     "models": ("build", "demo-bf16", "decode", "decode-graphs", "memory"),
     "training": ("build", "training"),
+    "rounding": ("build", "rounding"),
     "rest": ("build", "demo-fp16", "compile"),
 }
 """What `--only` takes beside the names of stages: the limits of each fit in the whole time."""
@@ -128,6 +130,7 @@ def stages(out: Path) -> list[Stage]:
         ("decode-graphs", ask("decode", "--graphs"), 100),
         ("memory", ask("memory"), 60),
         ("training", ask("training", "--trials", "1", "--rounds", "11"), 400),
+        ("rounding", ask("rounding"), 240),
         ("demo-fp16", (*demo, str(out / "demo-fp16"), "--dtype", "float16"), 150),
         ("compile", ask("compile", "--quick"), 240),
     ]

@@ -165,7 +165,7 @@ def test_what_is_about_the_cuda_library_insists_on_it(monkeypatch, tmp_path):
 def test_questions_take_their_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "machine_slug", lambda device: "a-gpu")
     asked = [stage.command for stage in gpu.stages(tmp_path) if "benchmarks" in stage.command]
-    assert len(asked) == 10
+    assert len(asked) == 11
     for command in asked:
         question, *flags = command[command.index("benchmarks") + 1 :]
         module = importlib.import_module(f"benchmarks.{question}")
