@@ -34,6 +34,12 @@ MORE: dict[str, Chain] = {
     "power": lambda x, w, v: (x.bfloat16().abs() + 0.5) ** 1.7 * 1.3,
     "log softmax": lambda x, w, v: F.log_softmax(x @ w, -1) * 1.3,
     "log of sums": lambda x, w, v: torch.logsumexp(x @ w, -1) * 1.3,
+    "logit": lambda x, w, v: torch.logit(x.bfloat16().sigmoid(), 1e-3) * 1.3,
+    "x log y": lambda x, w, v: torch.xlogy(x.bfloat16(), x.bfloat16().abs() + 0.1) * 1.3,
+    "outer product": lambda x, w, v: torch.addr(
+        (x @ w)[:, :32], x[:, 0].bfloat16(), x.bfloat16()[:, 1], beta=0.7, alpha=0.6
+    ),
+    "cross product": lambda x, w, v: torch.linalg.cross((x @ w)[:, :3], (x @ v)[:, :3]) * 1.3,
     "group norm": lambda x, w, v: F.group_norm(x @ w, 8, v[0], v[1]) * x,
     "instance norm": lambda x, w, v: (
         F.instance_norm((x @ w).view(8, 4, 64), None, None, v[0, :4]) * x.view(8, 4, 64)
