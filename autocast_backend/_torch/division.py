@@ -40,11 +40,11 @@ def register() -> None:
 
 
 def rounded(value: Any, dtype: torch.dtype) -> Any:
-    """A Python float as a tensor of a dtype has it, anything else as it is."""
-    if not isinstance(value, float):
+    """A Python number as a tensor of floats has it, anything else as it is."""
+    if not isinstance(value, int | float):
         return value
     with outside_of_modes():
-        return torch.tensor(value, dtype=dtype, device="cpu").item()
+        return torch.tensor(float(value), dtype=dtype, device="cpu").item()
 
 
 def _remainder(x: Operand, y: Operand) -> Any:

@@ -19,9 +19,9 @@ def inductor_put_right() -> Iterator[None]:
     reinplacing.register()
     comparisons.register()
     division.register()
-    lowerings.register()
-    simplifications.register()
     roundings.register()
+    lowerings.register()  # after those: what they round to float32, it rounds before
+    simplifications.register()
     _register()
     with inductor_right.raised():
         yield

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .division import rounded
 from .flags import inductor_right
-from .tables import put_lowering
+from .tables import promoted_dtype, put_lowering
 
 Lowering = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def register() -> None:
     put_lowering(aten.bmm.default, _products)
     for name in ("add", "sub", "fmod"):
         put_lowering(getattr(aten, name).Tensor, _with_scalar)
-    put_lowering(aten.fmod.Scalar, _with_scalar)
+        put_lowering(getattr(aten, name).Scalar, _with_scalar)
     _store_what_is_there()
     _count_in_64_bits()
 
@@ -79,12 +79,12 @@ def _products(original: Lowering, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_scalar(original: Lowering, *args: Any, **kwargs: Any) -> Any:
-    """Of bfloat16 and float16, the CPU takes Python's floats in that dtype (PyTorch #186818)."""
-    tensors = [a for a in args if not isinstance(a, float)]
-    if len(tensors) == 1 and tensors[0].get_device().type == "cpu":
-        dtype = tensors[0].get_dtype()
-        if dtype in (torch.bfloat16, torch.float16):
-            args = tuple(rounded(a, dtype) for a in args)
+    """Of bfloat16 and float16, the CPU takes Python's numbers in that dtype (PyTorch #186818)."""
+    tensors = [a for a in args if hasattr(a, "get_dtype")]
+    dtype = promoted_dtype(tensors)
+    if dtype in (torch.bfloat16, torch.float16) and tensors[0].get_device().type == "cpu":
+        args = tuple(rounded(a, dtype) for a in args)
+        kwargs = {name: rounded(a, dtype) for name, a in kwargs.items()}
     return original(*args, **kwargs)
 
 

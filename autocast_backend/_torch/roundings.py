@@ -10,6 +10,7 @@ are ops that it makes of others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 
 from .division import rounded
 from .flags import inductor_right
-from .tables import put_decomposition, put_lowering
+from .patches import replaced
+from .tables import promoted_dtype, put_decomposition, put_lowering
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 _OF_THE_CPU = (
@@ -33,6 +35,7 @@ _OF_THE_CPU = (
 )
 """Ops whose kernels for the CPU round in between."""
 
+_OF_LISTS = ("add", "sub", "mul", "div", "pow", "lerp", "addcmul", "addcdiv")
 _BATCH_NORMS = (
     "native_batch_norm.default",
     "_native_batch_norm_legit.default",
@@ -51,20 +54,26 @@ def register() -> None:
     aten = torch.ops.aten
     put_lowering(aten.glu.default, _in_float32)
     for op in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        put_lowering(op, _with_number)
+        put_lowering(op, _product)
     for op in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
         put_lowering(op, _sum)
     put_lowering(aten.pow.Tensor_Scalar, _power)
     put_decomposition(aten.lerp.Scalar, _interpolation)
-    words = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
+    of_the_cpu = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
         "native_layer_norm.default": _layer_norm,
         "native_layer_norm_backward.default": _left_to_aten,
     }
-    for name, function in words.items():
+    for name, function in of_the_cpu.items():
         put_decomposition(_op(name), function)
         lowering.make_fallback(_op(name), warn=False, override_decomp=True)
     for name in (*_BATCH_NORMS, "native_group_norm.default"):
         put_decomposition(_op(name), _norm)
+    for name in _OF_LISTS:
+        packet = getattr(aten, f"_foreach_{name}")
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                words = functools.partial(_one_by_one, getattr(aten, name))
+                put_decomposition(getattr(packet, overload), words)
     _keep_roundings()
     _keep_products_apart_from_sums()
     _keep_casts()
@@ -96,9 +105,8 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What is one kernel in eager mode, which computes in float32."""
     from torch._inductor import lowering
 
-    dtypes = {a.get_dtype() for a in args if hasattr(a, "get_dtype")}
-    (dtype, *more) = dtypes
-    if more or dtype not in _ROUNDED or not _rounds():
+    dtype = promoted_dtype(a for a in args if hasattr(a, "get_dtype"))
+    if dtype not in _ROUNDED or not _rounds():
         return original(*args, **kwargs)
     args = tuple(
         lowering.to_dtype(a, torch.float32) if hasattr(a, "get_dtype") else a for a in args
@@ -106,23 +114,27 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return lowering.to_dtype(original(*args, **kwargs), dtype)
 
 
-def _with_number(original: Callable[..., Any], x: Any, y: Any, **kwargs: Any) -> Any:
-    """Numbers are float32. Where every op rounds what it is given, they would be rounded, too."""
-    tensors = [a for a in (x, y) if hasattr(a, "get_dtype")]
-    if kwargs.get("alpha", 1) == 1 and len(tensors) != 1:
-        return original(x, y, **kwargs)
-    return _in_float32(original, x, y, **kwargs)
+def _product(original: Callable[..., Any], x: Any, y: Any) -> Any:
+    """Numbers are float32. Where every op rounds what it is given, they would be rounded, too. So
+    are the CPU's second operands without dimensions."""
+    are_tensors = hasattr(x, "get_dtype") and hasattr(y, "get_dtype")
+    if are_tensors and (y.get_size() or y.get_device().type != "cpu"):
+        return original(x, y)
+    return _in_float32(original, x, y)
 
 
-def _sum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The CPU does round those that are added to tensors, and `alpha`."""
-    low = [a for a in args if hasattr(a, "get_dtype") and a.get_dtype() in _ROUNDED]
-    if _rounds() and low and low[0].get_device().type == "cpu":
-        dtype = low[0].get_dtype()
-        args = tuple(rounded(float(a), dtype) if isinstance(a, int | float) else a for a in args)
-        if isinstance(alpha := kwargs.get("alpha"), int | float):
-            kwargs["alpha"] = rounded(float(alpha), dtype)
-    return _with_number(original, *args, **kwargs)
+def _sum(original: Callable[..., Any], x: Any, y: Any, alpha: Any = 1) -> Any:
+    """With `alpha`, one kernel that rounds once."""
+    from torch._inductor import lowering
+
+    if not (hasattr(x, "get_dtype") and hasattr(y, "get_dtype")):
+        return _in_float32(original, x, y, alpha=alpha)
+    if alpha == 1:
+        return original(x, y)
+    dtype = promoted_dtype((x, y))
+    return _in_float32(
+        original, lowering.to_dtype(x, dtype), lowering.to_dtype(y, dtype), alpha=alpha
+    )
 
 
 def _interpolation(original: Callable[..., Any], start: Any, end: Any, weight: Any) -> Any:
@@ -140,6 +152,29 @@ def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
     if exponent == 3:
         return lowering.mul(lowering.mul(x, x), x)
     return original(x, rounded(exponent, x.get_dtype()))
+
+
+def _one_by_one(
+    op: Callable[..., torch.Tensor], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """What the CPU does with lists. Inductor's kernels of lists are not those of their elements."""
+    lists = [a for a in args if isinstance(a, list | tuple)]
+    tensors = [t for a in lists for t in a if isinstance(t, torch.Tensor)]
+    if not any(map(_is_low, tensors)) or tensors[0].device.type != "cpu" or not _rounds():
+        return original(*args, **kwargs)
+    count = len(lists[0])
+    each = zip(*(a if isinstance(a, list | tuple) else [a] * count for a in args), strict=True)
+    with _as_called():
+        return [op(*own, **kwargs) if len(own) < 4 else op(*own[:3], value=own[3]) for own in each]
+
+
+def _as_called() -> contextlib.AbstractContextManager[None]:
+    """Ops in a decomposition are rounded where they are those of a program: of ops that others
+    are written in, only the last one is."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return replaced(mode, "decomp_layers", 0) if mode else contextlib.nullcontext()
 
 
 def _layer_norm(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from .flags import inductor_right
@@ -21,11 +22,26 @@ def put_lowering(op: OpOverload, kernel: Function) -> None:
 
 
 def put_decomposition(op: OpOverload, words: Function) -> None:
-    """Put a decomposition, called with Inductor's own first, in its place."""
-    from torch._inductor import decomposition
+    """Put a decomposition, called with Inductor's own (or with one of none) first, in its place."""
+    from torch._inductor import decomposition, lowering
 
-    decomposition.decompositions[op] = _with_original(decomposition.decompositions[op], words)
+    original = decomposition.decompositions.get(op, _in_no_other_words)
+    decomposition.decompositions[op] = _with_original(original, words)
+    if original is _in_no_other_words and op not in lowering.lowerings:
+        lowering.make_fallback(op, warn=False, override_decomp=True)
     decomposition.fast_random_decomps.cache_clear()
+
+
+def promoted_dtype(operands: Iterable[Any]) -> torch.dtype:
+    """That of the result of an elementwise op, in a lowering."""
+    from torch._inductor import lowering
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
+
+    return lowering.get_promoted_dtype(*operands, type_promotion_kind=KIND.DEFAULT)
+
+
+def _in_no_other_words(*_: Any, **__: Any) -> Any:
+    return NotImplemented
 
 
 def _with_original(original: Function, function: Function) -> Function:

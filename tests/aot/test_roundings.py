@@ -27,6 +27,12 @@ MORE: dict[str, Chain] = {
     "float16": lambda x, w, v: (x.half() * 0.3 + 0.1) * x.half(),
     "numbers": lambda x, w, v: 1.7 / (x.bfloat16() * 1.1 * 0.9 + 0.3) - x.bfloat16() / 3.3,
     "alpha": lambda x, w, v: torch.add(x @ w, x @ v, alpha=0.3) * 1.3,
+    "alpha of float32": lambda x, w, v: torch.add((x @ w) * 0.7, x, alpha=0.3),
+    "whole numbers": lambda x, w, v: torch.add(x @ w, x @ v, alpha=1027) * 1027 - 1027,
+    "a tensor without dimensions": lambda x, w, v: (x @ w) * v.mean() / v.std(),
+    "lists": lambda x, w, v: torch.cat(
+        torch._foreach_add(torch._foreach_mul([x @ w, x @ v], 0.3), [x.bfloat16()] * 2)
+    ),
     "sum": lambda x, w, v: ((x @ w) * 0.3).sum(1) + 0.1,
     "joined": lambda x, w, v: torch.cat([(x @ w) * 0.3, (x @ v) * 0.7]) * 1.3 + 1,
     "gated linear unit": lambda x, w, v: F.glu(x @ w) * (x @ v)[:, :32],
@@ -45,8 +51,8 @@ MORE: dict[str, Chain] = {
         F.instance_norm((x @ w).view(8, 4, 64), None, None, v[0, :4]) * x.view(8, 4, 64)
     ),
 }
-SUMMED = ("batch norm", "group norm", "instance norm")
-"""Inductor adds up in another order, and the last bits of what is float32 differ."""
+SUMMED = ("alpha of float32", "batch norm", "group norm", "instance norm")
+"""The last bits of what is float32 differ: Inductor adds up in another order."""
 
 
 @functools.cache
