@@ -16,9 +16,15 @@ class Flag(threading.local):
 
     on = False
 
+    def raised(self) -> contextlib.AbstractContextManager[None]:
+        return self._set(True)
+
+    def lowered(self) -> contextlib.AbstractContextManager[None]:
+        return self._set(False)
+
     @contextlib.contextmanager
-    def raised(self) -> Iterator[None]:
-        before, self.on = self.on, True
+    def _set(self, on: bool) -> Iterator[None]:
+        before, self.on = self.on, on
         try:
             yield
         finally:

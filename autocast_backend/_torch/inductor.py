@@ -9,7 +9,15 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from . import comparisons, division, lowerings, reinplacing, roundings, simplifications
+from . import (
+    comparisons,
+    division,
+    lowerings,
+    predictions,
+    reinplacing,
+    roundings,
+    simplifications,
+)
 from .flags import inductor_right
 
 
@@ -22,6 +30,7 @@ def inductor_put_right() -> Iterator[None]:
     roundings.register()
     lowerings.register()  # after those: what they round to float32, it rounds before
     simplifications.register()
+    predictions.register()
     _register()
     with inductor_right.raised():
         yield

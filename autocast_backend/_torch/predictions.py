@@ -25,7 +25,8 @@ import torch
 from torch._ops import OpOverload
 
 from .fake_tensors import is_known
-from .flags import predicting
+from .flags import inductor_right, predicting
+from .roundings import rounds
 
 Shape = Sequence[int]
 Strides = tuple[int, ...]
@@ -37,14 +38,15 @@ Rule = Callable[[Shape, Operands], Strides]
 def kernels_predicted() -> Iterator[None]:
     """Have fake tensors get the strides and dtypes that kernels of the CPU give, in what this
     thread does meanwhile."""
-    _register()
+    register()
     with predicting.raised():
         yield
 
 
 @functools.cache
-def _register() -> None:
-    """Look at what ops on fake tensors return, after the cache that all threads and modes share."""
+def register() -> None:
+    """Look at what ops on fake tensors return, after the cache that all threads and modes share.
+    Where Inductor rounds as eager mode does, norms' statistics are predicted, too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     predict = FakeTensorMode.dispatch
@@ -53,23 +55,21 @@ def _register() -> None:
     def dispatch(
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not predicting.on or not isinstance(func, OpOverload):
+        rule = _rule(func) if predicting.on and isinstance(func, OpOverload) else None
+        has_statistics = func in _with_statistics() and (predicting.on or rounds())
+        if rule is None and not has_statistics:
             return predict(self, func, types, args, kwargs or {})
-        predicting.on = (
-            False  # for the ops that predict for this one: the cache keeps what they find
-        )
-        try:
-            return _put_right(self, func, predict(self, func, types, args, kwargs or {}), args)
-        finally:
-            predicting.on = True
+        # Not for the ops that predict for this one: the cache keeps what they find.
+        with predicting.lowered(), inductor_right.lowered():
+            predicted = predict(self, func, types, args, kwargs or {})
+            return _put_right(self, rule, has_statistics, predicted, args)
 
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
 
 
-def _put_right(mode: Any, op: OpOverload, predicted: Any, args: Any) -> Any:
-    rule, has_statistics = _rule(op), op in _with_statistics()
-    if rule is None and not has_statistics:
-        return predicted
+def _put_right(
+    mode: Any, rule: Rule | None, has_statistics: bool, predicted: Any, args: Any
+) -> Any:
     several = isinstance(predicted, tuple | list)
     result, *others = predicted if several else [predicted]
     operands = [a for a in args if isinstance(a, torch.Tensor)]

@@ -60,7 +60,7 @@ def register() -> None:
     put_lowering(aten.pow.Tensor_Scalar, _power)
     put_decomposition(aten.lerp.Scalar, _interpolation)
     of_the_cpu = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
-        "native_layer_norm.default": _layer_norm,
+        "native_layer_norm.default": _left_to_aten,
         "native_layer_norm_backward.default": _left_to_aten,
     }
     for name, function in of_the_cpu.items():
@@ -90,7 +90,7 @@ def _is_low(value: Any) -> bool:
 
 
 def _left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    if _rounds() and x.device.type == "cpu":
+    if rounds() and x.device.type == "cpu":
         return NotImplemented
     return original(x, *args, **kwargs)
 
@@ -106,7 +106,7 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from torch._inductor import lowering
 
     dtype = promoted_dtype(a for a in args if hasattr(a, "get_dtype"))
-    if dtype not in _ROUNDED or not _rounds():
+    if dtype not in _ROUNDED or not rounds():
         return original(*args, **kwargs)
     args = tuple(
         lowering.to_dtype(a, torch.float32) if hasattr(a, "get_dtype") else a for a in args
@@ -138,7 +138,7 @@ def _sum(original: Callable[..., Any], x: Any, y: Any, alpha: Any = 1) -> Any:
 
 
 def _interpolation(original: Callable[..., Any], start: Any, end: Any, weight: Any) -> Any:
-    if not _rounds() or not _is_low(start):
+    if not rounds() or not _is_low(start):
         return original(start, end, weight)
     return original(start.float(), end.float(), weight).to(start.dtype)
 
@@ -147,7 +147,7 @@ def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
     """The CPU takes the exponent in the dtype of x, and multiplies for the third power."""
     from torch._inductor import lowering
 
-    if not _rounds() or x.get_dtype() not in _ROUNDED or x.get_device().type != "cpu":
+    if not rounds() or x.get_dtype() not in _ROUNDED or x.get_device().type != "cpu":
         return original(x, exponent)
     if exponent == 3:
         return lowering.mul(lowering.mul(x, x), x)
@@ -160,7 +160,7 @@ def _one_by_one(
     """What the CPU does with lists. Inductor's kernels of lists are not those of their elements."""
     lists = [a for a in args if isinstance(a, list | tuple)]
     tensors = [t for a in lists for t in a if isinstance(t, torch.Tensor)]
-    if not any(map(_is_low, tensors)) or tensors[0].device.type != "cpu" or not _rounds():
+    if not any(map(_is_low, tensors)) or tensors[0].device.type != "cpu" or not rounds():
         return original(*args, **kwargs)
     count = len(lists[0])
     each = zip(*(a if isinstance(a, list | tuple) else [a] * count for a in args), strict=True)
@@ -177,17 +177,10 @@ def _as_called() -> contextlib.AbstractContextManager[None]:
     return replaced(mode, "decomp_layers", 0) if mode else contextlib.nullcontext()
 
 
-def _layer_norm(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inductor adds up in another order, in float32, too, and is not faster."""
-    if _is_mixed(x, args):  # ATen's, but from torch 2.14 on it is expected to save other dtypes
-        return _norm(original, x, *args, **kwargs)
-    return _left_to_aten(original, x, *args, **kwargs)
-
-
 def _norm(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """The statistics that the CPU's kernels save for the backward are float32 where weights or
     running statistics are. (For all of PyTorch's decompositions, in the dtype of x.)"""
-    if not _is_mixed(x, (*args, *kwargs.values())) or x.device.type != "cpu" or not _rounds():
+    if not _is_mixed(x, (*args, *kwargs.values())) or x.device.type != "cpu" or not rounds():
         return original(x, *args, **kwargs)
     y, *others = original(x.float(), *args, **kwargs)
     return y.to(x.dtype), *others
@@ -198,7 +191,8 @@ def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:
     return _is_low(x) and any(a.dtype == torch.float32 for a in tensors)
 
 
-def _rounds() -> bool:
+def rounds() -> bool:
+    """Whether Inductor rounds as eager mode does, in what this thread compiles."""
     from torch._inductor import config
 
     return inductor_right.on and config.emulate_precision_casts
@@ -215,7 +209,7 @@ def _keep_products_apart_from_sums() -> None:
 
 def _rounds_once(check: Callable[[Any], bool], match: Any) -> bool:
     low = match.output_node().meta["val"].dtype in _ROUNDED
-    return check(match) and not (low and _rounds())
+    return check(match) and not (low and rounds())
 
 
 def _keep_casts() -> None:
@@ -230,7 +224,7 @@ def _keep_casts() -> None:
 def _says_nothing(check: Callable[[Any], bool], match: Any) -> bool:
     """Whether a cast changes no number."""
     wider = match.kwargs["arg"].meta["val"].dtype not in _ROUNDED
-    return check(match) and not (wider and match.kwargs["dtype1"] in _ROUNDED and _rounds())
+    return check(match) and not (wider and match.kwargs["dtype1"] in _ROUNDED and rounds())
 
 
 def _keep_roundings() -> None:
@@ -245,7 +239,7 @@ def _keep_roundings() -> None:
         def to_dtype(
             x: Any, dtype: Any, src_dtype: Any = None, use_compute_types: Any = True
         ) -> Any:
-            if not inductor_right.on or (use_compute_types and not _rounds()):
+            if not inductor_right.on or (use_compute_types and not rounds()):
                 return original(x, dtype, src_dtype, use_compute_types)
             V.kernel.cache_dtype_convert = lambda *_: None
             try:

@@ -20,6 +20,9 @@ FEW: dict[str, Chain] = {
     "a cast and back": lambda x, w, v: x.bfloat16().float() * 3 + 1,
     "softmax": lambda x, w, v: F.softmax(x @ w, -1) * 1.3,
     "layer norm": lambda x, w, v: F.layer_norm(x @ w, (64,), v[0], v[1]) * 1.3,
+    "layer norm without autocast": lambda x, w, v: (
+        F.layer_norm(x.bfloat16() * 0.9, (64,), v[0], v[1]) * x.bfloat16()
+    ),
     "batch norm": lambda x, w, v: F.batch_norm(x @ w, None, None, v[0], v[1], True) * x,
 }
 MORE: dict[str, Chain] = {
