@@ -25,8 +25,14 @@ from .tables import promoted_dtype, put_decomposition, put_lowering
 _ROUNDED = (torch.bfloat16, torch.float16)
 _OF_THE_CPU = (
     "_log_softmax.default",
+    "_log_softmax_backward_data.default",
+    "_softmax.default",
+    "_softmax_backward_data.default",
     "addr.default",
+    "col2im.default",
+    "embedding_dense_backward.default",
     "glu_backward.default",
+    "index_add.default",
     "linalg_cross.default",
     "logit.default",
     "logit_backward.default",
@@ -34,6 +40,13 @@ _OF_THE_CPU = (
     "xlogy.Tensor",
 )
 """Ops whose kernels for the CPU round in between."""
+
+_SUMS_OF_THE_CPU = (
+    "avg_pool2d_backward.default",
+    "max_pool2d_with_indices_backward.default",
+    "scatter_add.default",
+)
+"""Ops whose kernels for the CPU add up in other places, or round after each number."""
 
 _OF_LISTS = ("add", "sub", "mul", "div", "pow", "lerp", "addcmul", "addcdiv")
 _BATCH_NORMS = (
@@ -58,6 +71,8 @@ def register() -> None:
     for op in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
         put_lowering(op, _sum)
     put_lowering(aten.pow.Tensor_Scalar, _power)
+    put_lowering(aten.addcmul.default, _scaled)
+    put_lowering(aten.addcdiv.default, _scaled)
     put_decomposition(aten.lerp.Scalar, _interpolation)
     of_the_cpu = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
         "native_layer_norm.default": _left_to_aten,
@@ -66,6 +81,10 @@ def register() -> None:
     for name, function in of_the_cpu.items():
         put_decomposition(_op(name), function)
         lowering.make_fallback(_op(name), warn=False, override_decomp=True)
+    for name in _SUMS_OF_THE_CPU:
+        of_aten = lowering.fallback_handler(_op(name), add_to_fallback_set=False)
+        put_lowering(_op(name), functools.partial(_low_sums, of_aten))
+        put_decomposition(_op(name), _low_left_to_aten)
     for name in (*_BATCH_NORMS, "native_group_norm.default"):
         put_decomposition(_op(name), _norm)
     for name in _OF_LISTS:
@@ -76,6 +95,7 @@ def register() -> None:
                 put_decomposition(getattr(packet, overload), words)
     _keep_roundings()
     _keep_products_apart_from_sums()
+    _keep_scales_before_softmax()
     _keep_casts()
 
 
@@ -99,6 +119,11 @@ def _low_left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs
     if _is_low(x) or any(map(_is_low, args)):
         return _left_to_aten(original, x, *args, **kwargs)
     return original(x, *args, **kwargs)
+
+
+def _low_sums(of_aten: Callable[..., Any], original: Callable[..., Any], *args: Any) -> Any:
+    low = args[0].get_dtype() in _ROUNDED and args[0].get_device().type == "cpu"
+    return (of_aten if low and rounds() else original)(*args)
 
 
 def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -144,14 +169,30 @@ def _interpolation(original: Callable[..., Any], start: Any, end: Any, weight: A
 
 
 def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
-    """The CPU takes the exponent in the dtype of x, and multiplies for the third power."""
+    """The CPU takes the exponent in the dtype of x, and multiplies instead for some: in float32 for
+    float16, and rounding each time for bfloat16."""
     from torch._inductor import lowering
 
-    if not rounds() or x.get_dtype() not in _ROUNDED or x.get_device().type != "cpu":
+    dtype = x.get_dtype()
+    if not rounds() or dtype not in _ROUNDED or x.get_device().type != "cpu":
         return original(x, exponent)
-    if exponent == 3:
+    if exponent == 3 and dtype == torch.bfloat16:
         return lowering.mul(lowering.mul(x, x), x)
-    return original(x, rounded(exponent, x.get_dtype()))
+    if exponent == -2 and dtype == torch.bfloat16:
+        return lowering.reciprocal(lowering.mul(x, x))
+    return _in_float32(original, x, rounded(exponent, dtype))
+
+
+def _scaled(original: Callable[..., Any], x: Any, y: Any, z: Any, value: Any = 1) -> Any:
+    """The CPU multiplies y with `value` first."""
+    from torch._inductor import lowering
+
+    if value == 1 or x.get_device().type != "cpu" or not rounds():
+        return original(x, y, z, value=value)
+    if (dtype := promoted_dtype((x, y, z))) not in _ROUNDED:
+        return original(x, y, z, value=value)
+    x, y, z = (lowering.to_dtype(a, torch.float32) for a in (x, y, z))
+    return lowering.to_dtype(original(x, lowering.mul(y, value), z), dtype)
 
 
 def _one_by_one(
@@ -210,6 +251,20 @@ def _keep_products_apart_from_sums() -> None:
 def _rounds_once(check: Callable[[Any], bool], match: Any) -> bool:
     low = match.output_node().meta["val"].dtype in _ROUNDED
     return check(match) and not (low and rounds())
+
+
+def _keep_scales_before_softmax() -> None:
+    """`(x * scale).softmax(-1)` of attention became `((x - x.amax(-1)) * scale).exp()`, and so on:
+    `x * scale` was neither rounded nor what eager mode has in float32."""
+    from torch._inductor.fx_passes import joint_graph
+
+    for entry in joint_graph.pass_patterns[1].patterns["call_function", torch.ops.aten.sub.Tensor]:
+        if entry.extra_check is joint_graph._other_is_broadcasted_in_dim:
+            entry.extra_check = functools.partial(_does_not_round, entry.extra_check)
+
+
+def _does_not_round(check: Callable[[Any], bool], match: Any) -> bool:
+    return not rounds() and check(match)
 
 
 def _keep_casts() -> None:

@@ -19,6 +19,7 @@ FEW: dict[str, Chain] = {
     "residual": lambda x, w, v: x.bfloat16() + F.relu(x @ w) * 0.3 - (x @ v),
     "a cast and back": lambda x, w, v: x.bfloat16().float() * 3 + 1,
     "softmax": lambda x, w, v: F.softmax(x @ w, -1) * 1.3,
+    "scaled softmax": lambda x, w, v: F.softmax((x @ w) @ (x @ v).t() / 3.3, -1) @ (x @ w),
     "layer norm": lambda x, w, v: F.layer_norm(x @ w, (64,), v[0], v[1]) * 1.3,
     "layer norm without autocast": lambda x, w, v: (
         F.layer_norm(x.bfloat16() * 0.9, (64,), v[0], v[1]) * x.bfloat16()
@@ -40,7 +41,24 @@ MORE: dict[str, Chain] = {
     "joined": lambda x, w, v: torch.cat([(x @ w) * 0.3, (x @ v) * 0.7]) * 1.3 + 1,
     "gated linear unit": lambda x, w, v: F.glu(x @ w) * (x @ v)[:, :32],
     "third power": lambda x, w, v: x.bfloat16() ** 3 * 1.3,
+    "third power of float16": lambda x, w, v: x.half() ** 3 * 1.3,
+    "inverse square": lambda x, w, v: (x.bfloat16().abs() + 0.5) ** -2 * 1.3,
     "power": lambda x, w, v: (x.bfloat16().abs() + 0.5) ** 1.7 * 1.3,
+    "softmax across": lambda x, w, v: F.softmax(x.bfloat16()[:, :5] * 1.3, 0) * x.bfloat16()[:, :5],
+    "a scaled product added": lambda x, w, v: (
+        torch.addcmul(x @ w, x @ v, x.bfloat16(), value=0.3) * 1.3
+    ),
+    "max pooling": lambda x, w, v: F.max_pool2d((x @ w)[None] * 1.3, 3, 1) * 1.3,
+    "average pooling": lambda x, w, v: F.avg_pool2d((x @ w)[None] * 1.3, 3, 2, 1) * 1.3,
+    "sums by index": lambda x, w, v: (
+        x.half().index_add(0, torch.arange(32) % 3, x.half() * 1.3, alpha=0.3) * 1.3
+    ),
+    "gathered": lambda x, w, v: (x @ w).gather(0, torch.arange(2048).view(32, 64) % 5) * 1.3,
+    "scattered": lambda x, w, v: (
+        (x @ w).scatter_add(0, torch.zeros(32, 64, dtype=torch.int64), (x @ v) * 1.3) * 1.3
+    ),
+    "embedding": lambda x, w, v: F.embedding(torch.arange(64) % 5, x.bfloat16() * 1.3) * w,
+    "windows": lambda x, w, v: F.unfold((x @ w)[None, None] * 1.3, 3) * 1.3,
     "log softmax": lambda x, w, v: F.log_softmax(x @ w, -1) * 1.3,
     "log of sums": lambda x, w, v: torch.logsumexp(x @ w, -1) * 1.3,
     "logit": lambda x, w, v: torch.logit(x.bfloat16().sigmoid(), 1e-3) * 1.3,
@@ -54,8 +72,15 @@ MORE: dict[str, Chain] = {
         F.instance_norm((x @ w).view(8, 4, 64), None, None, v[0, :4]) * x.view(8, 4, 64)
     ),
 }
-SUMMED = ("alpha of float32", "batch norm", "group norm", "instance norm")
-"""The last bits of what is float32 differ: Inductor adds up in another order."""
+SUMMED = (
+    "a scaled product added",
+    "alpha of float32",
+    "batch norm",
+    "group norm",
+    "instance norm",
+)
+"""The last bits of what is float32 differ: Inductor adds up in another order, or rounds a product
+before it is added."""
 
 
 @functools.cache
