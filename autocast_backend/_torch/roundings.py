@@ -5,7 +5,9 @@ are ops that it makes of others.
 
     glu(x) = a * sigmoid(b)      one kernel in eager mode, which computes in float32
     a @ b + c                    two in eager mode; `addmm` here, which rounds once
+    softmax(x * scale)           exp((x - amax(x)) * scale), and so on: x * scale is not rounded
     log_softmax(x)               a kernel of the CPU's, which rounds in between
+    index_add(x, 0, i, y)        one that rounds each sum of two
 """
 
 from __future__ import annotations

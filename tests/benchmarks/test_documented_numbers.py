@@ -242,11 +242,13 @@ def training() -> Expected:
 
 
 def rounding() -> Expected:
-    for row, section in sections("rounding", OTHERS["Zen 3"]).items():
-        for way in ("stock", "not rounded", "rounded"):
-            yield row, f"differing, {way}", section["differing"][way] * 100
-        for way in ("stock", "rounded"):
-            yield row, f"time, {way}", rows(section)[way]["ratio"]
+    for machine in ("Zen 3", "Xeon"):
+        for name, section in sections("rounding", OTHERS[machine]).items():
+            row = f"{name}, {machine}"
+            for way in ("stock", "not rounded", "rounded"):
+                yield row, f"differing, {way}", section["differing"][way] * 100
+            for way in ("stock", "rounded"):
+                yield row, f"time, {way}", rows(section)[way]["ratio"]
 
 
 def weights() -> Expected:
@@ -320,7 +322,7 @@ def decode_on_a_gpu() -> Expected:
         (threshold_by_calls, "outside", "1 call"),
         (threshold_by_sizes, "outside", "1 MiB"),
         (training, "each, 1", "casts: stock"),
-        (rounding, "gpt", "time, rounded"),
+        (rounding, "gpt, Zen 3", "time, rounded"),
         (weights, "whole, one context", "stock, us"),
         (casts_on_a_gpu, "1 x 1 GiB", "Triton's, fresh"),
         (launch_on_a_gpu, "Triton's, out, device", "148"),
@@ -498,7 +500,8 @@ def test_the_readme_has_the_cost_of_tiny_layers() -> None:
         ("decode", EPYC, r"(\d+) rounds"),
         ("decode-graphs", GPU, r"(\d+) rounds\) and"),
         ("threshold", EPYC, r"(\d+) rounds"),
-        ("rounding", OTHERS["Zen 3"], r"(\d+) rounds"),
+        ("rounding", OTHERS["Zen 3"], r"(\d+) rounds on the Zen 3"),
+        ("rounding", OTHERS["Xeon"], r"(\d+) rounds on the Xeon"),
         ("training", EPYC, r"(\d+) trials of (\d+) rounds"),
     ],
 )
