@@ -73,8 +73,9 @@ def register() -> None:
     for op in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
         put_lowering(op, _sum)
     put_lowering(aten.pow.Tensor_Scalar, _power)
-    put_lowering(aten.addcmul.default, _scaled)
-    put_lowering(aten.addcdiv.default, _scaled)
+    for op in (aten.addcmul.default, aten.addcdiv.default):
+        if op in lowering.lowerings:  # addcdiv has none in torch 2.11
+            put_lowering(op, _scaled)
     put_decomposition(aten.lerp.Scalar, _interpolation)
     of_the_cpu = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
         "native_layer_norm.default": _left_to_aten,
