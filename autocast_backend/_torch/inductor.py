@@ -28,7 +28,7 @@ def inductor_put_right() -> Iterator[None]:
     comparisons.register()
     division.register()
     roundings.register()
-    lowerings.register()  # after those: what they round to float32, it rounds before
+    lowerings.register()  # last, so called first: it rounds numbers that those take as float32
     simplifications.register()
     predictions.register()
     _register()

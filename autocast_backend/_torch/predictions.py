@@ -55,10 +55,10 @@ def register() -> None:
     def dispatch(
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        rule = _rule(func) if predicting.on and isinstance(func, OpOverload) else None
         has_statistics = func in _with_statistics() and (predicting.on or rounds())
-        if rule is None and not has_statistics:
+        if not isinstance(func, OpOverload) or not (predicting.on or has_statistics):
             return predict(self, func, types, args, kwargs or {})
+        rule = _rule(func) if predicting.on else None
         # Not for the ops that predict for this one: the cache keeps what they find.
         with predicting.lowered(), inductor_right.lowered():
             predicted = predict(self, func, types, args, kwargs or {})
@@ -70,6 +70,8 @@ def register() -> None:
 def _put_right(
     mode: Any, rule: Rule | None, has_statistics: bool, predicted: Any, args: Any
 ) -> Any:
+    if rule is None and not has_statistics:
+        return predicted
     several = isinstance(predicted, tuple | list)
     result, *others = predicted if several else [predicted]
     operands = [a for a in args if isinstance(a, torch.Tensor)]

@@ -190,12 +190,10 @@ def _scaled(original: Callable[..., Any], x: Any, y: Any, z: Any, value: Any = 1
     """The CPU multiplies y with `value` first."""
     from torch._inductor import lowering
 
-    if value == 1 or x.get_device().type != "cpu" or not rounds():
+    low = promoted_dtype((x, y, z)) in _ROUNDED and x.get_device().type == "cpu"
+    if value == 1 or not low or not rounds():
         return original(x, y, z, value=value)
-    if (dtype := promoted_dtype((x, y, z))) not in _ROUNDED:
-        return original(x, y, z, value=value)
-    x, y, z = (lowering.to_dtype(a, torch.float32) for a in (x, y, z))
-    return lowering.to_dtype(original(x, lowering.mul(y, value), z), dtype)
+    return _in_float32(lambda x, y, z: original(x, lowering.mul(y, value), z), x, y, z)
 
 
 def _one_by_one(

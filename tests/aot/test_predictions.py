@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autocast_backend._torch.flags import predicting
 from autocast_backend._torch.predictions import kernels_predicted
 from tests.support import BF16, assert_same_bits, weighted_sum
 
@@ -262,3 +263,22 @@ def test_sizes_that_change() -> None:
         model = make()
         expected = trained(copy.deepcopy(model), shape, backend="eager")
         assert_same_bits(trained(model, shape, dynamic=True, **EXACT[0]), expected)
+
+
+def test_ops_that_predict_for_another_are_left_as_they_are() -> None:
+    """What they find, the cache of all threads keeps."""
+    seen = []
+
+    @torch.library.custom_op("predictions_test::copied", mutates_args=())
+    def copied(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @copied.register_fake
+    def _(x: Tensor) -> Tensor:
+        seen.append(predicting.on)
+        return torch.empty_like(x)
+
+    with kernels_predicted(), FakeTensorMode() as mode:
+        copied(mode.from_tensor(torch.ones(2)))
+        assert predicting.on
+    assert seen == [False]
