@@ -77,12 +77,11 @@ def register() -> None:
         if op in lowering.lowerings:  # addcdiv has none in torch 2.11
             put_lowering(op, _scaled)
     put_decomposition(aten.lerp.Scalar, _interpolation)
-    of_the_cpu = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten) | {
-        "native_layer_norm.default": _left_to_aten,
-        "native_layer_norm_backward.default": _left_to_aten,
-    }
-    for name, function in of_the_cpu.items():
-        put_decomposition(_op(name), function)
+    for name in _OF_THE_CPU:
+        put_decomposition(_op(name), _low_left_to_aten)
+        lowering.make_fallback(_op(name), warn=False, override_decomp=True)
+    for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
+        put_decomposition(_op(name), functools.partial(_layer_norm, _op(name)))
         lowering.make_fallback(_op(name), warn=False, override_decomp=True)
     for name in _SUMS_OF_THE_CPU:
         of_aten = lowering.fallback_handler(_op(name), add_to_fallback_set=False)
@@ -112,15 +111,19 @@ def _is_low(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _ROUNDED
 
 
-def _left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    if rounds() and x.device.type == "cpu":
+def _layer_norm(op: torch._ops.OpOverload, original: Callable[..., Any], *args: Any) -> Any:
+    """ATen copies what is not contiguous. Inductor's code makes it so in the first place."""
+    if not rounds() or args[0].device.type != "cpu":
+        return original(*args)
+    contiguous = [a.contiguous() if isinstance(a, torch.Tensor) else a for a in args]
+    if all(a is b for a, b in zip(args, contiguous, strict=True)):
         return NotImplemented
-    return original(x, *args, **kwargs)
+    return op(*contiguous)
 
 
 def _low_left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    if _is_low(x) or any(map(_is_low, args)):
-        return _left_to_aten(original, x, *args, **kwargs)
+    if rounds() and x.device.type == "cpu" and any(map(_is_low, (x, *args))):
+        return NotImplemented
     return original(x, *args, **kwargs)
 
 

@@ -150,3 +150,23 @@ def test_graphs_without_low_precision_are_compiled_as_by_stock() -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     assert [is_left_to_aten(x, norm), is_left_to_aten(x.bfloat16(), norm)] == [False, True]
     assert is_left_to_aten(x, rounds)
+
+
+def test_what_layer_norm_reads_is_made_contiguous_by_the_kernel_before_it() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm((x.bfloat16() * 1.3).t(), (32,)) * 0.9
+
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    upstream = torch.ones(64, 32, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, backend="smart_autocast")
+    expected = torch.autograd.grad(norm(x), x, upstream)
+    torch.autograd.grad(compiled(x), x, upstream)  # compiles
+    with torch.profiler.profile() as profile:
+        y = compiled(x)
+        grads = torch.autograd.grad(y, x, upstream)
+    assert torch.equal(y, norm(x))
+    assert torch.equal(grads[0], expected[0])
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::native_layer_norm"] == calls["aten::native_layer_norm_backward"] == 1
+    assert "aten::copy_" not in calls
