@@ -77,12 +77,14 @@ def register() -> None:
         if op in lowering.lowerings:  # addcdiv has none in torch 2.11
             put_lowering(op, _scaled)
     put_decomposition(aten.lerp.Scalar, _interpolation)
-    for name in _OF_THE_CPU:
-        put_decomposition(_op(name), _low_left_to_aten)
-        lowering.make_fallback(_op(name), warn=False, override_decomp=True)
+    of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
     for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
-        put_decomposition(_op(name), functools.partial(_layer_norm, _op(name)))
-        lowering.make_fallback(_op(name), warn=False, override_decomp=True)
+        of_the_cpu[name] = functools.partial(_layer_norm, _op(name))
+    for name, function in of_the_cpu.items():
+        put_decomposition(_op(name), function)
+        # Of what is contiguous, results are as well. Otherwise their strides may be mispredicted.
+        strides = lowering.require_contiguous
+        lowering.make_fallback(_op(name), strides, warn=False, override_decomp=True)
     for name in _SUMS_OF_THE_CPU:
         of_aten = lowering.fallback_handler(_op(name), add_to_fallback_set=False)
         put_lowering(_op(name), functools.partial(_low_sums, of_aten))

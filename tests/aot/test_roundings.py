@@ -170,3 +170,30 @@ def test_what_layer_norm_reads_is_made_contiguous_by_the_kernel_before_it() -> N
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["aten::native_layer_norm"] == calls["aten::native_layer_norm_backward"] == 1
     assert "aten::copy_" not in calls
+
+
+def test_what_is_left_to_aten_after_convolutions() -> None:
+    """Inductor has convolutions in channels_last, and so what is made of them. Of tensors in two
+    layouts, results have other strides than were predicted."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.nn.Conv2d(3, 16, 4, 4), torch.nn.Conv2d(16, 16, 3, padding=1, groups=16)
+    norm = torch.nn.LayerNorm(16)
+
+    def norms(x: Tensor) -> Tensor:
+        y = norm(first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return y + (norm(second(y).permute(0, 2, 3, 1)) * 1.3).permute(0, 3, 1, 2)
+
+    def logarithms(x: Tensor) -> Tensor:
+        y = first(x)
+        return torch.xlogy(y * 1.1, second(y * 0.9).sigmoid()) * 1.3
+
+    for function in (norms, logarithms):
+        x = torch.randn(2, 3, 8, 8, generator=generator, requires_grad=True)
+        torch._dynamo.reset()
+        with torch.autocast(**BF16):
+            found = torch.compile(function, backend="smart_autocast")(x)
+            expected = function(x)
+        upstream = torch.randn(expected.shape, generator=generator)
+        grads = [torch.autograd.grad((y.float() * upstream).sum(), x) for y in (found, expected)]
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-2)
