@@ -11,6 +11,7 @@ from torch import fx
 
 from . import (
     comparisons,
+    compiler_flags,
     division,
     lowerings,
     predictions,
@@ -31,6 +32,7 @@ def inductor_put_right() -> Iterator[None]:
     lowerings.register()  # last, so called first: it rounds numbers that those take as float32
     simplifications.register()
     predictions.register()
+    compiler_flags.register()
     _register()
     with inductor_right.raised():
         yield

@@ -38,6 +38,7 @@ def register() -> None:
         put_lowering(getattr(aten, name).Tensor, _with_scalar)
         put_lowering(getattr(aten, name).Scalar, _with_scalar)
     _store_what_is_there()
+    _store_each_by_itself()
     _count_in_64_bits()
 
 
@@ -115,6 +116,24 @@ def _store_what_is_there() -> None:
         original(self, sums_inside, outer_loop)
 
     Kernel.aggregate_reduction_buffers = aggregate_reduction_buffers
+
+
+def _store_each_by_itself() -> None:
+    """Two equal sums of bfloat16, such as gradients of two biases of which results are added, name
+    what they store alike, and the C++ compiler refuses the second one."""
+    from torch._inductor.codegen.cpp import CppVecKernel
+
+    Kernel: Any = CppVecKernel
+    original = Kernel.store_reduction
+
+    def store_reduction(self: Any, name: str, index: Any, value: Any) -> None:
+        if not inductor_right.on:
+            return original(self, name, index, value)
+        self.reduction_suffix.writeline("{")
+        original(self, name, index, value)
+        self.reduction_suffix.writeline("}")
+
+    Kernel.store_reduction = store_reduction
 
 
 def _count_in_64_bits() -> None:

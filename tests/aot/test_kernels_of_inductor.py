@@ -149,6 +149,36 @@ def test_floor_division_and_remainders() -> None:
     assert_same_bits(found, divided(*inputs))
 
 
+def test_kernels_that_turn_many_tensors() -> None:
+    """With AVX-512, GCC 12.2 made nearly all numbers of three and more in one kernel others."""
+
+    def turned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        columns = [x.t().contiguous().float() for x in tensors]
+        return columns + [x.t().contiguous() for x in columns]
+
+    numbers = torch.arange(4.0 * 64 * 256).view(4, 64, 256)
+    tensors = [*numbers.bfloat16(), *numbers.half()]
+    torch._dynamo.reset()
+    found = torch.compile(turned, backend="smart_autocast")(tensors)
+    assert_same_bits(found, turned(tensors))
+
+
+def test_equal_sums() -> None:
+    """The C++ compiler refused two of bfloat16 in one kernel, of which each is a gradient."""
+
+    def added(x: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (x + one) + (x + other)
+
+    def gradients(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        one, other = (torch.ones(64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        numbers = torch.arange(32 * 64.0).view(32, 64).bfloat16()
+        return torch.autograd.grad((function(numbers, one, other) * numbers).sum(), (one, other))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(added, backend="smart_autocast")
+    torch.testing.assert_close(gradients(compiled), gradients(added))
+
+
 def test_what_is_repeated_and_turned_around_in_sizes_that_change() -> None:
     def turned(x: torch.Tensor) -> torch.Tensor:
         return torch.repeat_interleave((x + 1).flatten(), 2).flip(0)

@@ -1,0 +1,37 @@
+"""What Inductor tells the C++ compiler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+
+@functools.cache
+def register() -> None:
+    """Have GCC leave straight-line code of kernels that transpose as it is. GCC 12.2 at -O3 makes
+    a wrong function of `transpose_mxn` for bfloat16 with AVX-512, of which a kernel with three
+    transposed tensors has one (`x @ weight.t()`, three times with gradients): nearly all numbers
+    are wrong, stock's too.
+
+    For all of the process, so that kernels from Inductor's cache and stock's are right as well.
+    """
+    from torch._inductor import codecache, cpp_builder
+
+    Cache: Any = codecache.CppCodeCache
+    original = Cache.load_async.__func__
+
+    def load_async(
+        cls: type,
+        main_code: str,
+        device_type: str = "cpu",
+        submit_fn: Any = None,
+        extra_flags: Sequence[str] = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if "transpose_mxn<" in main_code and cpp_builder.is_gcc():
+            extra_flags = (*extra_flags, "-fno-tree-slp-vectorize")
+        return original(cls, main_code, device_type, submit_fn, extra_flags, *args, **kwargs)
+
+    Cache.load_async = classmethod(load_async)
