@@ -52,10 +52,12 @@ _SUMS_OF_THE_CPU = (
 
 _OF_LISTS = ("add", "sub", "mul", "div", "pow", "lerp", "addcmul", "addcdiv")
 _BATCH_NORMS = (
-    "native_batch_norm.default",
-    "_native_batch_norm_legit.default",
     "_native_batch_norm_legit.no_stats",
     "_native_batch_norm_legit_functional.default",
+)
+_MORE_BATCH_NORMS = (
+    "native_batch_norm.default",
+    "_native_batch_norm_legit.default",
     "_batch_norm_with_update.default",
     "_batch_norm_with_update_functional.default",
 )
@@ -80,6 +82,9 @@ def register() -> None:
     of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
     for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
         of_the_cpu[name] = functools.partial(_layer_norm, _op(name))
+    for name in _BATCH_NORMS:
+        of_the_cpu[name] = functools.partial(_batch_norm, _op(name))
+    of_the_cpu["native_batch_norm_backward.default"] = _batch_norm_backward
     for name, function in of_the_cpu.items():
         put_decomposition(_op(name), function)
         # Of what is contiguous, results are as well. Otherwise their strides may be mispredicted.
@@ -89,7 +94,7 @@ def register() -> None:
         of_aten = lowering.fallback_handler(_op(name), add_to_fallback_set=False)
         put_lowering(_op(name), functools.partial(_low_sums, of_aten))
         put_decomposition(_op(name), _low_left_to_aten)
-    for name in (*_BATCH_NORMS, "native_group_norm.default"):
+    for name in (*_MORE_BATCH_NORMS, "native_group_norm.default"):
         put_decomposition(_op(name), _norm)
     for name in _OF_LISTS:
         packet = getattr(aten, f"_foreach_{name}")
@@ -231,6 +236,27 @@ def _norm(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> An
         return original(x, *args, **kwargs)
     y, *others = original(x.float(), *args, **kwargs)
     return y.to(x.dtype), *others
+
+
+def _batch_norm(op: torch._ops.OpOverload, original: Callable[..., Any], *args: Any) -> Any:
+    """In training the CPU's kernel computes statistics. (Running ones are in their own dtype then,
+    and float32 in predictions.)"""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=True))
+    x, running = given["input"], (given.get("running_mean"), given.get("running_var"))
+    on_cpu = x.device.type == "cpu" and x.is_contiguous() and not any(map(_is_low, running))
+    if given["training"] and on_cpu and rounds():
+        return NotImplemented
+    return _norm(original, *args)
+
+
+def _batch_norm_backward(
+    original: Callable[..., Any], upstream: torch.Tensor, x: torch.Tensor, *args: Any
+) -> Any:
+    *_, training, _, _ = args
+    contiguous = upstream.is_contiguous() and x.is_contiguous()
+    if training and x.device.type == "cpu" and contiguous and rounds():
+        return NotImplemented
+    return original(upstream, x, *args)
 
 
 def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:
