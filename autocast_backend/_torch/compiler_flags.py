@@ -22,16 +22,19 @@ def register() -> None:
     original = Cache.load_async.__func__
 
     def load_async(
-        cls: type,
+        cls: Any,
+        /,
         main_code: str,
         device_type: str = "cpu",
         submit_fn: Any = None,
         extra_flags: Sequence[str] = (),
-        *args: Any,
+        optimized_code: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        if "transpose_mxn<" in main_code and cpp_builder.is_gcc():
+        if "transpose_mxn<" in main_code + (optimized_code or "") and cpp_builder.is_gcc():
             extra_flags = (*extra_flags, "-fno-tree-slp-vectorize")
-        return original(cls, main_code, device_type, submit_fn, extra_flags, *args, **kwargs)
+        return original(
+            cls, main_code, device_type, submit_fn, extra_flags, optimized_code, **kwargs
+        )
 
     Cache.load_async = classmethod(load_async)

@@ -149,7 +149,18 @@ def test_floor_division_and_remainders() -> None:
     assert_same_bits(found, divided(*inputs))
 
 
-def test_kernels_that_turn_many_tensors() -> None:
+@pytest.mark.parametrize(
+    "inductor",
+    [
+        pytest.param({}, id="kernels alone"),
+        pytest.param(
+            {"cpp_wrapper": True, "cpp_wrapper_build_separate": True},
+            id="with their wrapper",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_kernels_that_turn_many_tensors(inductor: dict[str, Any]) -> None:
     """With AVX-512, GCC 12.2 made nearly all numbers of three and more in one kernel others."""
 
     def turned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -159,7 +170,8 @@ def test_kernels_that_turn_many_tensors() -> None:
     numbers = torch.arange(4.0 * 64 * 256).view(4, 64, 256)
     tensors = [*numbers.bfloat16(), *numbers.half()]
     torch._dynamo.reset()
-    found = torch.compile(turned, backend="smart_autocast")(tensors)
+    options = {"inductor": inductor}
+    found = torch.compile(turned, backend="smart_autocast", options=options)(tensors)
     assert_same_bits(found, turned(tensors))
 
 
