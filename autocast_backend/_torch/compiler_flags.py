@@ -10,9 +10,9 @@ from typing import Any
 @functools.cache
 def register() -> None:
     """Have GCC leave straight-line code of kernels that transpose as it is. GCC 12.2 at -O3 makes
-    a wrong function of `transpose_mxn` for bfloat16 with AVX-512, of which a kernel with three
-    transposed tensors has one (`x @ weight.t()`, three times with gradients): nearly all numbers
-    are wrong, stock's too.
+    a wrong function of `transpose_mxn` for bfloat16 and float16 with AVX-512, of which a kernel
+    with three transposed tensors has one (`x @ weight.t()`, three times with gradients): nearly all
+    numbers are wrong, stock's too.
 
     For all of the process, so that kernels from Inductor's cache and stock's are right as well.
     """
