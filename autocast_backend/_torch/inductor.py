@@ -15,6 +15,7 @@ from . import (
     division,
     lowerings,
     predictions,
+    reductions,
     reinplacing,
     roundings,
     simplifications,
@@ -29,6 +30,7 @@ def inductor_put_right() -> Iterator[None]:
     comparisons.register()
     division.register()
     roundings.register()
+    reductions.register()
     lowerings.register()  # last, so called first: it rounds numbers that those take as float32
     simplifications.register()
     predictions.register()

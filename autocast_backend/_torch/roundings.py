@@ -22,7 +22,7 @@ import torch
 from .division import rounded
 from .flags import inductor_right
 from .patches import replaced
-from .tables import promoted_dtype, put_decomposition, put_lowering
+from .tables import named, promoted_dtype, put_decomposition, put_kernel, put_lowering
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 _OF_THE_CPU = (
@@ -81,21 +81,18 @@ def register() -> None:
     put_decomposition(aten.lerp.Scalar, _interpolation)
     of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
     for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
-        of_the_cpu[name] = functools.partial(_layer_norm, _op(name))
+        of_the_cpu[name] = functools.partial(_layer_norm, named(name))
     for name in _BATCH_NORMS:
-        of_the_cpu[name] = functools.partial(_batch_norm, _op(name))
+        of_the_cpu[name] = functools.partial(_batch_norm, named(name))
     of_the_cpu["native_batch_norm_backward.default"] = _batch_norm_backward
     for name, function in of_the_cpu.items():
-        put_decomposition(_op(name), function)
-        # Of what is contiguous, results are as well. Otherwise their strides may be mispredicted.
-        strides = lowering.require_contiguous
-        lowering.make_fallback(_op(name), strides, warn=False, override_decomp=True)
+        put_kernel(named(name), function)
     for name in _SUMS_OF_THE_CPU:
-        of_aten = lowering.fallback_handler(_op(name), add_to_fallback_set=False)
-        put_lowering(_op(name), functools.partial(_low_sums, of_aten))
-        put_decomposition(_op(name), _low_left_to_aten)
+        of_aten = lowering.fallback_handler(named(name), add_to_fallback_set=False)
+        put_lowering(named(name), functools.partial(_low_sums, of_aten))
+        put_decomposition(named(name), _low_left_to_aten)
     for name in (*_MORE_BATCH_NORMS, "native_group_norm.default"):
-        put_decomposition(_op(name), _norm)
+        put_decomposition(named(name), _norm)
     for name in _OF_LISTS:
         packet = getattr(aten, f"_foreach_{name}")
         for overload in packet.overloads():
@@ -106,12 +103,6 @@ def register() -> None:
     _keep_products_apart_from_sums()
     _keep_scales_before_softmax()
     _keep_casts()
-
-
-def _op(name: str) -> torch._ops.OpOverload:
-    packet, overload = name.split(".")
-    op: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload)
-    return op
 
 
 def _is_low(value: Any) -> bool:

@@ -32,6 +32,23 @@ def put_decomposition(op: OpOverload, words: Function) -> None:
     decomposition.fast_random_decomps.cache_clear()
 
 
+def put_kernel(op: OpOverload, words: Function) -> None:
+    """Put a decomposition in its place, and where that one gives NotImplemented, ATen's kernel."""
+    from torch._inductor import lowering
+
+    put_decomposition(op, words)
+    # Of what is contiguous, results are as well. Otherwise their strides may be mispredicted.
+    strides = lowering.require_contiguous
+    lowering.make_fallback(op, strides, warn=False, override_decomp=True)
+
+
+def named(name: str) -> OpOverload:
+    """The op of ATen of that packet and overload: `sum.default`."""
+    packet, overload = name.split(".")
+    op: OpOverload = getattr(getattr(torch.ops.aten, packet), overload)
+    return op
+
+
 def promoted_dtype(operands: Iterable[Any]) -> torch.dtype:
     """That of the result of an elementwise op, in a lowering."""
     from torch._inductor import lowering

@@ -1,0 +1,84 @@
+"""Sums that ATen adds up in another order than Inductor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from .roundings import rounds
+from .tables import named, put_kernel, put_lowering
+
+_REDUCTIONS = (
+    "mean.default",
+    "mean.dim",
+    "prod.default",
+    "prod.dim_int",
+    "sum.default",
+    "sum.dim_IntList",
+)
+_WITH_KERNELS = (
+    "_weight_norm_interface.default",
+    "addmv.default",
+    "dot.default",
+    "linalg_vector_norm.default",
+    "logsumexp.default",
+    "mv.default",
+    "nansum.default",
+    "trace.default",
+)
+
+
+@functools.cache
+def register() -> None:
+    """Where Inductor rounds as eager mode does, have ATen add up for the CPU."""
+    from torch._inductor import lowering
+
+    for name in _REDUCTIONS:
+        op = named(name)
+        of_aten = lowering.fallback_handler(op, add_to_fallback_set=False)
+        put_lowering(op, functools.partial(_sum, op, of_aten))
+    for name in _WITH_KERNELS:
+        put_kernel(named(name), _left_to_aten)
+
+
+def _sum(
+    op: OpOverload,
+    of_aten: Callable[..., Any],
+    original: Callable[..., Any],
+    x: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    node = V.graph.current_node
+    if (
+        not rounds()
+        or x.get_device().type != "cpu"
+        or not x.get_dtype().is_floating_point
+        or node.target is not op
+        or not _is_called(node)
+    ):
+        return original(x, *args, **kwargs)
+    (x, *args), kwargs = lowering.constrain_to_fx_strides(node, x, *args, **kwargs)
+    return of_aten(x, *args, **kwargs)
+
+
+def _is_called(node: torch.fx.Node) -> bool:
+    """Whether ATen has a kernel of sums for it: what is a sum in other words only, such as a
+    softmax, has a kernel of its own there."""
+    op = node.meta.get("original_aten")
+    name = op._schema.name.removeprefix("aten::") if isinstance(op, OpOverload) else ""
+    is_loss = name.endswith("loss") or name.startswith("binary_cross_entropy")
+    return is_loss or name in ("sum", "mean", "prod")
+
+
+def _left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    if rounds() and x.device.type == "cpu" and x.dtype.is_floating_point:
+        return NotImplemented
+    return original(x, *args, **kwargs)
