@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from .roundings import rounds
-from .tables import named, put_kernel, put_lowering
+from .tables import named, put_decomposition, put_kernel, put_lowering
 
 _REDUCTIONS = (
     "mean.default",
@@ -43,6 +43,10 @@ def register() -> None:
         put_lowering(op, functools.partial(_sum, op, of_aten))
     for name in _WITH_KERNELS:
         put_kernel(named(name), _left_to_aten)
+    bmm = named("bmm.default")
+    of_aten = lowering.fallback_handler(bmm, add_to_fallback_set=False)
+    put_lowering(bmm, functools.partial(_product_with_vectors, of_aten))
+    put_decomposition(bmm, _left_to_aten)
 
 
 def _sum(
@@ -57,16 +61,20 @@ def _sum(
     from torch._inductor.virtualized import V
 
     node = V.graph.current_node
-    if (
-        not rounds()
-        or x.get_device().type != "cpu"
-        or not x.get_dtype().is_floating_point
-        or node.target is not op
-        or not _is_called(node)
-    ):
+    if not _is_left_to_aten(x) or node.target is not op or not _is_called(node):
         return original(x, *args, **kwargs)
     (x, *args), kwargs = lowering.constrain_to_fx_strides(node, x, *args, **kwargs)
     return of_aten(x, *args, **kwargs)
+
+
+def _product_with_vectors(
+    of_aten: Callable[..., Any], original: Callable[..., Any], x: Any, y: Any, *args: Any
+) -> Any:
+    """Inductor multiplies and adds up, and rounds products to bfloat16 before."""
+    is_vector = x.get_size()[1] == 1 or y.get_size()[2] == 1
+    if not (is_vector and _is_left_to_aten(x)):
+        return original(x, y, *args)
+    return of_aten(x, y, *args)
 
 
 def _is_called(node: torch.fx.Node) -> bool:
@@ -76,6 +84,10 @@ def _is_called(node: torch.fx.Node) -> bool:
     name = op._schema.name.removeprefix("aten::") if isinstance(op, OpOverload) else ""
     is_loss = name.endswith("loss") or name.startswith("binary_cross_entropy")
     return is_loss or name in ("sum", "mean", "prod")
+
+
+def _is_left_to_aten(x: Any) -> bool:
+    return rounds() and x.get_device().type == "cpu" and x.get_dtype().is_floating_point
 
 
 def _left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,8 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "without NaN": lambda x: (x.log() * 0.1).nansum(-1),
     "logarithm of sums": lambda x: torch.logsumexp(x.detach(), -1),
     "a product with a vector": lambda x: torch.addmv(x[0, 0, :12], x[0], x[0, 0].detach()),
+    "a row of a matrix": lambda x: torch.bmm(x[:, :1], x.detach().mT),
+    "products with vectors": lambda x: torch.bmm(x, x.detach()[:, :1].mT),
     "two vectors": lambda x: torch.dot(x[0, 0], x[1, 1].detach()),
     "trace": lambda x: x[0].trace(),
     "weight norm": lambda x: torch._weight_norm(x, x.detach()[:, :1, :1].abs(), 0)[:2],
