@@ -18,6 +18,7 @@ from . import (
     reductions,
     reinplacing,
     roundings,
+    scheduling,
     simplifications,
 )
 from .flags import inductor_right
@@ -32,6 +33,7 @@ def inductor_put_right() -> Iterator[None]:
     roundings.register()
     reductions.register()
     lowerings.register()  # last, so called first: it rounds numbers that those take as float32
+    scheduling.register()
     simplifications.register()
     predictions.register()
     compiler_flags.register()

@@ -32,6 +32,7 @@ Shape = Sequence[int]
 Strides = tuple[int, ...]
 Operands = Sequence[torch.Tensor]
 Rule = Callable[[Shape, Operands], Strides]
+Dtypes = Callable[[list[Any], Operands], list[Any]]
 
 
 @contextlib.contextmanager
@@ -55,22 +56,22 @@ def register() -> None:
     def dispatch(
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        has_statistics = func in _with_statistics() and (predicting.on or rounds())
-        if not isinstance(func, OpOverload) or not (predicting.on or has_statistics):
+        dtypes = _dtypes().get(func) if predicting.on or rounds() else None
+        if not isinstance(func, OpOverload) or not (predicting.on or dtypes):
             return predict(self, func, types, args, kwargs or {})
         rule = _rule(func) if predicting.on else None
         # Not for the ops that predict for this one: the cache keeps what they find.
         with predicting.lowered(), inductor_right.lowered():
             predicted = predict(self, func, types, args, kwargs or {})
-            return _put_right(self, rule, has_statistics, predicted, args)
+            return _put_right(self, rule, dtypes, predicted, args)
 
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
 
 
 def _put_right(
-    mode: Any, rule: Rule | None, has_statistics: bool, predicted: Any, args: Any
+    mode: Any, rule: Rule | None, dtypes: Dtypes | None, predicted: Any, args: Any
 ) -> Any:
-    if rule is None and not has_statistics:
+    if rule is None and dtypes is None:
         return predicted
     several = isinstance(predicted, tuple | list)
     result, *others = predicted if several else [predicted]
@@ -78,13 +79,13 @@ def _put_right(
     if not all(isinstance(a, torch.Tensor) and _is_dense_on_cpu(a) for a in (result, *operands)):
         return predicted
     in_order = all(map(_is_contiguous, operands))
-    if in_order and not has_statistics:
+    if in_order and dtypes is None:
         return predicted
     with mode:
         if rule is not None and not in_order and result.dim() > 1:
             result = _with_strides(result, rule(result.shape, operands))
-        if has_statistics and any(a.dtype == torch.float32 for a in operands[1:]):
-            others[:2] = [a.to(torch.float32) for a in others[:2]]
+        if dtypes is not None:
+            result, *others = dtypes([result, *others], operands)
     return (result, *others) if several else result
 
 
@@ -157,9 +158,23 @@ def _rules() -> dict[OpOverload, Rule | None]:
 
 
 @functools.cache
-def _with_statistics() -> frozenset[OpOverload]:
-    """Norms that return mean and variance second and third, in float32 if a parameter is."""
-    return frozenset(_ops(f"native_group_norm native_layer_norm {_BATCH_NORMS}"))
+def _dtypes() -> dict[OpOverload, Dtypes]:
+    """Results of norms in the dtypes that they have."""
+    norms = _ops(f"native_group_norm native_layer_norm {_BATCH_NORMS}")
+    gradients = _ops("native_group_norm_backward")
+    return dict.fromkeys(norms, _statistics) | dict.fromkeys(gradients, _gradient_of_input)
+
+
+def _statistics(results: list[Any], operands: Operands) -> list[Any]:
+    """Mean and variance, second and third, in float32 if a parameter is."""
+    if any(a.dtype == torch.float32 for a in operands[1:]):
+        results[1:3] = [a.to(torch.float32) for a in results[1:3]]
+    return results
+
+
+def _gradient_of_input(results: list[Any], operands: Operands) -> list[Any]:
+    """The first gradient in the dtype of the input, which is the second operand."""
+    return [results[0].to(operands[1].dtype), *results[1:]]
 
 
 def _ops(names: str) -> Iterator[OpOverload]:

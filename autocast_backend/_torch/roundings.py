@@ -85,13 +85,15 @@ def register() -> None:
     for name in _BATCH_NORMS:
         of_the_cpu[name] = functools.partial(_batch_norm, named(name))
     of_the_cpu["native_batch_norm_backward.default"] = _batch_norm_backward
+    of_the_cpu["native_group_norm.default"] = _group_norm
+    of_the_cpu["native_group_norm_backward.default"] = _group_norm_backward
     for name, function in of_the_cpu.items():
         put_kernel(named(name), function)
     for name in _SUMS_OF_THE_CPU:
         of_aten = lowering.fallback_handler(named(name), add_to_fallback_set=False)
         put_lowering(named(name), functools.partial(_low_sums, of_aten))
         put_decomposition(named(name), _low_left_to_aten)
-    for name in (*_MORE_BATCH_NORMS, "native_group_norm.default"):
+    for name in _MORE_BATCH_NORMS:
         put_decomposition(named(name), _norm)
     for name in _OF_LISTS:
         packet = getattr(aten, f"_foreach_{name}")
@@ -246,6 +248,21 @@ def _batch_norm_backward(
     *_, training, _, _ = args
     contiguous = upstream.is_contiguous() and x.is_contiguous()
     if training and x.device.type == "cpu" and contiguous and rounds():
+        return NotImplemented
+    return original(upstream, x, *args)
+
+
+def _group_norm(original: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
+    if x.device.type == "cpu" and x.is_contiguous() and rounds():
+        return NotImplemented
+    return _norm(original, x, *args)
+
+
+def _group_norm_backward(
+    original: Callable[..., Any], upstream: torch.Tensor, x: torch.Tensor, *args: Any
+) -> Any:
+    """The CPU's kernel copies what comes from above to the layout of x."""
+    if x.device.type == "cpu" and x.is_contiguous() and rounds():
         return NotImplemented
     return original(upstream, x, *args)
 

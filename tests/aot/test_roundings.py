@@ -75,8 +75,6 @@ MORE: dict[str, Chain] = {
 SUMMED = (
     "a scaled product added",
     "alpha of float32",
-    "group norm",
-    "instance norm",
 )
 """The last bits of what is float32 differ: Inductor adds up in another order, or rounds a product
 before it is added."""
