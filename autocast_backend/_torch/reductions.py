@@ -24,12 +24,14 @@ _WITH_KERNELS = (
     "_weight_norm_interface.default",
     "addmv.default",
     "dot.default",
-    "linalg_vector_norm.default",
     "logsumexp.default",
     "mv.default",
     "nansum.default",
     "trace.default",
 )
+
+_IN_CACHES = 2**18
+"""Elements that are stored soon enough."""
 
 
 @functools.cache
@@ -43,6 +45,10 @@ def register() -> None:
         put_lowering(op, functools.partial(_sum, op, of_aten))
     for name in _WITH_KERNELS:
         put_kernel(named(name), _left_to_aten)
+    norm = named("linalg_vector_norm.default")
+    put_decomposition(norm, _left_to_aten)
+    lowering.make_fallback(norm, warn=False, override_decomp=True)
+    put_lowering(norm, _norm_of_vectors)
     bmm = named("bmm.default")
     of_aten = lowering.fallback_handler(bmm, add_to_fallback_set=False)
     put_lowering(bmm, functools.partial(_product_with_vectors, of_aten))
@@ -61,7 +67,8 @@ def _sum(
     from torch._inductor.virtualized import V
 
     node = V.graph.current_node
-    if not _is_left_to_aten(x) or node.target is not op or not _is_called(node):
+    is_called = node.target is op and _is_called(node)
+    if not (is_called and _is_left_to_aten(x)) or _outgrows_what_it_is_made_of(x):
         return original(x, *args, **kwargs)
     (x, *args), kwargs = lowering.constrain_to_fx_strides(node, x, *args, **kwargs)
     return of_aten(x, *args, **kwargs)
@@ -75,6 +82,38 @@ def _product_with_vectors(
     if not (is_vector and _is_left_to_aten(x)):
         return original(x, y, *args)
     return of_aten(x, y, *args)
+
+
+def _norm_of_vectors(
+    original: Callable[..., Any],
+    x: Any,
+    order: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    **kwargs: Any,
+) -> Any:
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    in_float32 = x.get_dtype() == torch.float32 and kwargs.get("dtype") is None
+    if order == 2 and in_float32 and _outgrows_what_it_is_made_of(x):
+        return lowering.sqrt(lowering.sum_(lowering.square(x), dim, keepdim))
+    (x,), _ = lowering.constrain_to_fx_strides(V.graph.current_node, x)
+    return original(x, order, dim, keepdim, **kwargs)
+
+
+def _outgrows_what_it_is_made_of(x: Any) -> bool:
+    """Whether a tensor, as that of all differences of two, is much memory that Inductor's sum need
+    not have."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    if ir.is_storage_and_layout(x):
+        return False
+    hint = V.graph.sizevars.optimization_hint
+    size = hint(x.get_numel(), fallback=0)
+    read = sum(hint(V.graph.get_numel(name), fallback=0) for name in x.get_read_names())
+    return bool(size > max(read, _IN_CACHES))
 
 
 def _is_called(node: torch.fx.Node) -> bool:

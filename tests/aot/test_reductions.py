@@ -121,3 +121,22 @@ def test_softmax_adds_up_in_its_own_kernel() -> None:
     found, codes = run_and_get_code(torch.compile(probabilities, backend="smart_autocast"), x)
     torch.testing.assert_close(found, probabilities(x))
     assert "aten.sum" not in "".join(codes)
+
+
+def test_what_is_larger_than_it_is_made_of_is_not_stored() -> None:
+    def distances(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        differences = x.bfloat16().float()[:, None] - y
+        return differences.square().sum(-1), (differences * 1.1).norm(dim=-1)
+
+    def squares(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x.bfloat16().float() * y).sum(-1), (x * y).bfloat16().norm(dim=-1)
+
+    generator = torch.Generator().manual_seed(0)
+    for function, rows, stored in ((distances, 300, False), (squares, 40_000, True)):
+        x, y = (torch.randn(rows, 8, generator=generator) for _ in range(2))
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="smart_autocast")
+        found, codes = run_and_get_code(compiled, x, y)
+        torch.testing.assert_close(found, function(x, y), rtol=1e-5, atol=1e-5)
+        code = "".join(codes)
+        assert ("aten.sum" in code) == ("aten.linalg_vector_norm.default(" in code) == stored
