@@ -38,7 +38,6 @@ _OF_THE_CPU = (
     "linalg_cross.default",
     "logit.default",
     "logit_backward.default",
-    "logsumexp.default",
     "xlogy.Tensor",
 )
 """Ops whose kernels for the CPU round in between."""
