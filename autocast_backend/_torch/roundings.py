@@ -18,11 +18,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from .division import rounded
-from .flags import inductor_right
+from .flags import Flag, inductor_right
 from .patches import replaced
-from .tables import named, promoted_dtype, put_decomposition, put_kernel, put_lowering
+from .tables import (
+    named,
+    promoted_dtype,
+    put_decomposition,
+    put_kernel,
+    put_kernel_of_images,
+    put_lowering,
+)
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 _OF_THE_CPU = (
@@ -81,13 +89,15 @@ def register() -> None:
     of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
     for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
         of_the_cpu[name] = functools.partial(_layer_norm, named(name))
-    for name in _BATCH_NORMS:
-        of_the_cpu[name] = functools.partial(_batch_norm, named(name))
-    of_the_cpu["native_batch_norm_backward.default"] = _batch_norm_backward
-    of_the_cpu["native_group_norm.default"] = _group_norm
-    of_the_cpu["native_group_norm_backward.default"] = _group_norm_backward
     for name, function in of_the_cpu.items():
         put_kernel(named(name), function)
+    of_images = dict.fromkeys(_BATCH_NORMS, _batch_norm) | {
+        "native_batch_norm_backward.default": _batch_norm_backward,
+        "native_group_norm.default": _group_norm,
+        "native_group_norm_backward.default": _group_norm_backward,
+    }
+    for name, function in of_images.items():
+        put_kernel_of_images(named(name), functools.partial(function, named(name)))
     for name in _SUMS_OF_THE_CPU:
         of_aten = lowering.fallback_handler(named(name), add_to_fallback_set=False)
         put_lowering(named(name), functools.partial(_low_sums, of_aten))
@@ -234,36 +244,68 @@ def _batch_norm(op: torch._ops.OpOverload, original: Callable[..., Any], *args: 
     """In training the CPU's kernel computes statistics. (Running ones are in their own dtype then,
     and float32 in predictions.)"""
     given = dict(zip((a.name for a in op._schema.arguments), args, strict=True))
-    x, running = given["input"], (given.get("running_mean"), given.get("running_var"))
-    on_cpu = x.device.type == "cpu" and x.is_contiguous() and not any(map(_is_low, running))
-    if given["training"] and on_cpu and rounds():
-        return NotImplemented
+    running = given.get("running_mean"), given.get("running_var")
+    if given["training"] and not any(map(_is_low, running)) and _is_images(given["input"]):
+        return _left_to_aten(op, given["input"], *args)
     return _norm(original, *args)
 
 
 def _batch_norm_backward(
-    original: Callable[..., Any], upstream: torch.Tensor, x: torch.Tensor, *args: Any
+    op: torch._ops.OpOverload,
+    original: Callable[..., Any],
+    upstream: torch.Tensor,
+    x: torch.Tensor,
+    *args: Any,
 ) -> Any:
     *_, training, _, _ = args
-    contiguous = upstream.is_contiguous() and x.is_contiguous()
-    if training and x.device.type == "cpu" and contiguous and rounds():
-        return NotImplemented
+    if (
+        training
+        and _is_images(x)
+        and upstream.is_contiguous(memory_format=suggest_memory_format(x))
+    ):
+        return _left_to_aten(op, x, upstream, x, *args)
     return original(upstream, x, *args)
 
 
-def _group_norm(original: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
-    if x.device.type == "cpu" and x.is_contiguous() and rounds():
-        return NotImplemented
-    return _norm(original, x, *args)
+def _group_norm(
+    op: torch._ops.OpOverload, original: Callable[..., Any], x: torch.Tensor, *args: Any
+) -> Any:
+    return _left_to_aten(op, x, x, *args) if _is_images(x) else _norm(original, x, *args)
 
 
 def _group_norm_backward(
-    original: Callable[..., Any], upstream: torch.Tensor, x: torch.Tensor, *args: Any
+    op: torch._ops.OpOverload,
+    original: Callable[..., Any],
+    upstream: torch.Tensor,
+    x: torch.Tensor,
+    *args: Any,
 ) -> Any:
     """The CPU's kernel copies what comes from above to the layout of x."""
-    if x.device.type == "cpu" and x.is_contiguous() and rounds():
+    return (
+        _left_to_aten(op, x, upstream, x, *args) if _is_images(x) else original(upstream, x, *args)
+    )
+
+
+def _is_images(x: torch.Tensor) -> bool:
+    """Whether a kernel of the CPU's takes x as it is, contiguous or in channels_last."""
+    on_cpu = x.device.type == "cpu" and rounds()
+    return on_cpu and x.is_contiguous(memory_format=suggest_memory_format(x))
+
+
+_laid_out = Flag()
+"""The call comes from `_left_to_aten`."""
+
+
+def _left_to_aten(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any) -> Any:
+    """ATen's kernel with images laid out as x is in eager mode: Inductor may have them in another
+    way, and the kernel's sums are in another order then. (The first argument says it, which of a
+    backward is a gradient: x may come from the forward in the layout that it had there.)"""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    if _laid_out.on or x.dim() < 4:
         return NotImplemented
-    return original(upstream, x, *args)
+    with _laid_out.raised():
+        return op(force_stride_order(args[0], x.stride()), *args[1:])
 
 
 def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch.utils import _pytree as pytree
 
 from .flags import inductor_right
 
@@ -40,6 +42,33 @@ def put_kernel(op: OpOverload, words: Function) -> None:
     # Of what is contiguous, results are as well. Otherwise their strides may be mispredicted.
     strides = lowering.require_contiguous
     lowering.make_fallback(op, strides, warn=False, override_decomp=True)
+
+
+def put_kernel_of_images(op: OpOverload, words: Function) -> None:
+    """The same for a kernel whose sums depend on the layout of images: all get that of the first,
+    which `words` forces to what it is in eager mode."""
+    from torch._inductor import lowering
+
+    put_decomposition(op, words)
+    lowering.make_fallback(op, _as_the_first, warn=False, override_decomp=True)
+
+
+def _as_the_first(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
+    from torch._inductor import ir
+
+    first: Any = node.args[0]
+    orders = {
+        torch.channels_last: ir.NHWC_STRIDE_ORDER,
+        torch.channels_last_3d: ir.NHWDC_STRIDE_ORDER,
+    }
+    order = orders.get(suggest_memory_format(first.meta["val"]))
+
+    def laid_out(a: Any) -> Any:
+        if order is None or len(a.get_size()) != len(order):
+            return ir.ExternKernel.require_contiguous(a)
+        return ir.ExternKernel.require_stride_order(a, order)
+
+    return pytree.tree_map_only(ir.IRNode, laid_out, (args, kwargs))
 
 
 def named(name: str) -> OpOverload:
