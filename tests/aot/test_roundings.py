@@ -196,22 +196,42 @@ def test_what_is_left_to_aten_after_convolutions() -> None:
         torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-2)
 
 
-def trained(backend: str | None, **to: torch.dtype) -> list[Tensor]:
-    """What a step of convolutions and batch norms makes: result, gradients, running statistics."""
+class Mixed(torch.nn.Module):
+    """Mixes pixels as attention does: its result is in channels_last, whatever x is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.flatten(2).transpose(1, 2))
+        return y.transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+def trained(
+    backend: str | None,
+    layout: torch.memory_format,
+    *between: type[torch.nn.Module],
+    **to: torch.dtype,
+) -> list[Tensor]:
+    """What a step of convolutions and norms makes: result, gradients, running statistics."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3, padding=1),
         torch.nn.BatchNorm2d(16),
         torch.nn.SiLU(),
+        torch.nn.Conv2d(16, 16, 1),
+        *(module() for module in between),
+        torch.nn.GroupNorm(4, 16),
         torch.nn.Conv2d(16, 16, 3, padding=1, groups=16),
         torch.nn.BatchNorm2d(16, affine=False),
-    ).to(**to)
-    x, upstream = torch.randn(4, 3, 9, 9).to(**to), torch.randn(4, 16, 9, 9)
+    ).to(memory_format=layout, **to)
+    x = torch.randn(4, 3, 9, 9).to(memory_format=layout, **to)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend) if backend else model
     with torch.autocast(**BF16):
         y = compiled(x)
-    (y.float() * upstream).sum().backward()
+    y.backward(torch.randn_like(y))
     return [
         y.detach(),
         *(p.grad for p in model.parameters() if p.grad is not None),
@@ -219,11 +239,19 @@ def trained(backend: str | None, **to: torch.dtype) -> list[Tensor]:
     ]
 
 
-def test_batch_norms_after_convolutions() -> None:
-    assert_same_bits(trained("smart_autocast"), trained(None))
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("between", [(), (Mixed,)], ids=["", "mixed"])
+def test_norms_between_convolutions(
+    layout: torch.memory_format, between: tuple[type[torch.nn.Module], ...]
+) -> None:
+    """Eager mode's kernels add up in another order in channels_last."""
+    assert_same_bits(*(trained(b, layout, *between) for b in ("smart_autocast", None)))
 
 
 def test_running_statistics_of_bfloat16() -> None:
     """ATen's kernel returns them in bfloat16, where float32 is predicted."""
-    found, expected = (trained(b, dtype=torch.bfloat16)[-6:] for b in ("smart_autocast", None))
+    found, expected = (
+        trained(b, torch.contiguous_format, dtype=torch.bfloat16)[-6:]
+        for b in ("smart_autocast", None)
+    )
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
