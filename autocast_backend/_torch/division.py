@@ -79,7 +79,8 @@ def _floor_division(x: torch.Tensor, y: Operand) -> torch.Tensor:
     truly = x / y
     rest, apart = _fmod(x, y)
     # Where the quotient is too large the CPU has no rest, and ATen does not ask for it.
-    exact = torch.where(truly.isinf() & ~x.isinf(), x, x - rest)
+    too_large = torch.logical_and(truly.isinf(), ~x.isinf())  # `&` has no bounds in Inductor
+    exact = torch.where(too_large, x, x - rest)
     quotient = exact / y  # an integer, but for rounding
     quotient = torch.where(apart, quotient - 1, quotient)
     floor: Any = quotient.floor()
@@ -94,4 +95,4 @@ def _floor_division(x: torch.Tensor, y: Operand) -> torch.Tensor:
 def _fmod(x: torch.Tensor, y: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     """What a truncated quotient leaves, of the sign of x, and where its sign is not that of y."""
     rest = torch.fmod(x, y)
-    return rest, (rest != 0) & ((rest < 0) != (y < 0))
+    return rest, (rest < 0) & (y > 0) | (rest > 0) & (y < 0)

@@ -149,6 +149,18 @@ def test_floor_division_and_remainders() -> None:
     assert_same_bits(found, divided(*inputs))
 
 
+def test_division_of_what_inductor_knows_bounds_of() -> None:
+    """Indices: of them it asked for the bounds of comparisons, and of these there are none."""
+
+    def wavelengths(x: torch.Tensor) -> list[torch.Tensor]:
+        i = torch.arange(-4, 4, dtype=torch.float32)
+        return [x ** (i // 2), x + torch.div(i, 3, rounding_mode="floor"), x + i % 3, x // i]
+
+    x = torch.linspace(0.5, 9, 16)[:, None]
+    torch._dynamo.reset()
+    assert_same_bits(torch.compile(wavelengths, backend="smart_autocast")(x), wavelengths(x))
+
+
 @pytest.mark.parametrize(
     "inductor",
     [
