@@ -13,6 +13,7 @@ from . import (
     comparisons,
     compiler_flags,
     division,
+    indices,
     lowerings,
     predictions,
     reductions,
@@ -33,6 +34,7 @@ def inductor_put_right() -> Iterator[None]:
     roundings.register()
     reductions.register()
     lowerings.register()  # last, so called first: it rounds numbers that those take as float32
+    indices.register()
     scheduling.register()
     simplifications.register()
     predictions.register()

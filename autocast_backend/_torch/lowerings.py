@@ -39,7 +39,6 @@ def register() -> None:
         put_lowering(getattr(aten, name).Scalar, _with_scalar)
     _store_what_is_there()
     _store_each_by_itself()
-    _count_in_64_bits()
 
 
 def _average_pooling(of_aten: Lowering, original: Lowering, *args: Any) -> Any:
@@ -50,11 +49,12 @@ def _average_pooling(of_aten: Lowering, original: Lowering, *args: Any) -> Any:
 
 
 def _reduction_of_bytes(original: Lowering, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reductions of int8 and uint8 in int32: the kernels of the CPU take zeros, which fill up what
-    is not loaded of a vector, for elements (PyTorch #191499)."""
+    """Reductions of int8, uint8 and bool in int32: the kernels of the CPU take zeros, which fill up
+    what is not loaded of a vector, for elements (PyTorch #191499), and true for NaN (#184893)."""
     from torch._inductor import lowering
 
-    if (dtype := x.get_dtype()) not in (torch.int8, torch.uint8) or x.get_device().type != "cpu":
+    dtype = x.get_dtype()
+    if dtype not in (torch.int8, torch.uint8, torch.bool) or x.get_device().type != "cpu":
         return original(x, *args, **kwargs)
     results = original(lowering.to_dtype(x, torch.int32), *args, **kwargs)
     return pytree.tree_map(
@@ -134,17 +134,3 @@ def _store_each_by_itself() -> None:
         self.reduction_suffix.writeline("}")
 
     Kernel.store_reduction = store_reduction
-
-
-def _count_in_64_bits() -> None:
-    """What is counted with steps that 32 bits hold (PyTorch #175966): their products may not be."""
-    from torch._inductor.codegen.cpp import CppVecKernel
-    from torch._inductor.codegen.cpp_utils import cexpr_index
-
-    Kernel: Any = CppVecKernel
-    original = Kernel.arange
-
-    def arange(self: Any, index: Any, stride: Any) -> Any:
-        return original(self, index, cexpr_index(stride) if inductor_right.on else stride)
-
-    Kernel.arange = arange

@@ -56,6 +56,16 @@ def test_the_least_and_the_largest_of_bytes() -> None:
     )
 
 
+def test_indices_of_the_least_and_the_largest_of_bools() -> None:
+    def extremes(*masks: torch.Tensor) -> list[Any]:
+        return [least(i) for x in masks for least in (x.min, x.max) for i in (0, 1)]
+
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.rand(n, 32, generator=generator) < 0.5 for n in (1, 2, 5)]
+    torch._dynamo.reset()
+    assert_same_bits(torch.compile(extremes, backend="smart_autocast")(*masks), extremes(*masks))
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
 def test_multilabel_margins_where_targets_end_early(way: dict[str, Any], reduction: str) -> None:
