@@ -80,6 +80,31 @@ def convolutions(width: int) -> nn.Sequential:
     return nn.Sequential(*first, *second)
 
 
+class Residual(nn.Module):
+    """Blocks of a ResNet."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(self._block(width) for _ in range(4))
+
+    @staticmethod
+    def _block(width: int) -> nn.Sequential:
+        one, other = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        return nn.Sequential(one, nn.BatchNorm2d(width), nn.ReLU(), other, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = F.relu(x + block(x))
+        return x
+
+
+def in_channels_last(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    layout = torch.channels_last
+    return model.to(memory_format=layout), x.contiguous(memory_format=layout)
+
+
 def cases(quick: bool) -> dict[str, Callable[[], tuple[nn.Module, Tensor]]]:
     """What makes each model and its input."""
     rows, width, side = (64, 32, 8) if quick else (512, 256, 32)
@@ -87,6 +112,9 @@ def cases(quick: bool) -> dict[str, Callable[[], tuple[nn.Module, Tensor]]]:
     return {
         "gated": lambda: (Gated(width), torch.randn(rows, width)),
         "convolutions": lambda: (convolutions(width // 4), torch.randn(8, 3, side, side)),
+        "channels_last": lambda: in_channels_last(
+            Residual(width // 4), torch.randn(8, 3, side, side)
+        ),
         "vit": lambda: TRANSFORMERS["vit"](layers),
         "gpt": lambda: TRANSFORMERS["gpt"](layers),
         WORST: lambda: (Elementwise(8 * width), torch.randn(rows, 8)),
