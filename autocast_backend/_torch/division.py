@@ -79,7 +79,8 @@ def _floor_division(x: torch.Tensor, y: Operand) -> torch.Tensor:
     truly = x / y
     rest, apart = _fmod(x, y)
     # Where the quotient is too large the CPU has no rest, and ATen does not ask for it.
-    too_large = torch.logical_and(truly.isinf(), ~x.isinf())  # `&` has no bounds in Inductor
+    # (`&` would be taken for one of integers, as Inductor knows no bounds of `isinf`.)
+    too_large = torch.logical_and(truly.isinf(), ~x.isinf())
     exact = torch.where(too_large, x, x - rest)
     quotient = exact / y  # an integer, but for rounding
     quotient = torch.where(apart, quotient - 1, quotient)

@@ -110,8 +110,7 @@ def register() -> None:
             if not overload.endswith("out"):
                 words = functools.partial(_one_by_one, getattr(aten, name))
                 put_decomposition(getattr(packet, overload), words)
-    if torch.__version__ < "2.12":
-        put_lowering(torch.ops.prims.inductor_force_stride_order.default, _force_by_hints)
+    put_lowering(torch.ops.prims.inductor_force_stride_order.default, _force_by_hints)
     _keep_roundings()
     _keep_products_apart_from_sums()
     _keep_scales_before_softmax()
@@ -311,11 +310,10 @@ def _left_to_aten(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any) -> Any
 
 
 def _force_by_hints(original: Callable[..., Any], x: Any, strides: Iterable[Any]) -> Any:
-    """In torch 2.11 the lowering cannot order those of unknown sizes."""
+    """Strides of sizes that change cannot be put in order in torch 2.11."""
     from torch._inductor.virtualized import V
 
-    sizes: Any = V.graph.sizevars
-    return original(x, sizes.size_hints(strides, fallback=8192))
+    return original(x, V.graph.sizevars.optimization_hints(strides, fallback=8192))
 
 
 def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:

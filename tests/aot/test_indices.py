@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ def ends(n: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("make", [masks, ends])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
-def test_indices_in_other_dtypes(make: type, dynamic: bool) -> None:
+def test_indices_in_other_dtypes(make: Callable[[int], list[Tensor]], dynamic: bool) -> None:
     """For masks, what held for the first index of a vector held for all; nothing had an end."""
 
     def with_its_size(x: Tensor) -> list[Tensor]:
