@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.utils import _pytree as pytree
 
@@ -39,6 +40,19 @@ def register() -> None:
         put_lowering(getattr(aten, name).Scalar, _with_scalar)
     _store_what_is_there()
     _store_each_by_itself()
+    _order_strides_of_any_size()
+    pad = aten.replication_pad2d_backward.default
+    lowering.add_layout_constraint(pad, _contiguous)
+
+
+def _contiguous(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """For a kernel that returns images in the layout of its input, and is predicted to return them
+    contiguous."""
+    from torch._inductor import lowering
+
+    if not inductor_right.on:
+        return args, kwargs
+    return lowering.require_contiguous(node, *args, **kwargs)
 
 
 def _average_pooling(of_aten: Lowering, original: Lowering, *args: Any) -> Any:
@@ -134,3 +148,19 @@ def _store_each_by_itself() -> None:
         self.reduction_suffix.writeline("}")
 
     Kernel.store_reduction = store_reduction
+
+
+def _order_strides_of_any_size() -> None:
+    """Strides that are expressions of sizes that change. Before torch 2.15 some cannot be put in
+    order, such as those of an instance norm's view of a convolution."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    original = ir.get_fill_order
+
+    def get_fill_order(seq: Sequence[Any], shape_env: Any = None) -> Sequence[int]:
+        if inductor_right.on and any(isinstance(s, sympy.Expr) for s in seq):
+            seq = V.graph.sizevars.optimization_hints(seq, fallback=8192)
+        return original(seq, shape_env)
+
+    ir.get_fill_order = get_fill_order

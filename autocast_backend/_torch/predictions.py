@@ -9,6 +9,10 @@ of the CPU give.
     kernel                              contiguous; mean and variance in float32
     fake tensors                        as its input: (24, 1, 8); in bfloat16
 
+    x.view(1, 16, 16, 16)               x: (1, 16, 256), transposed, with strides (4096, 1, 16)
+    kernel                              (16, 1, 256, 16), which is contiguous in no memory format
+    fake tensors                        (4096, 1, 256, 16), which is channels_last
+
 By what it was told, AOTAutograd writes a reshape as a view, or leaves `contiguous()` out. What then
 runs op by op raises ("view size is not compatible"), or is not contiguous. Inductor checks what ops
 return, and raises.
@@ -47,7 +51,8 @@ def kernels_predicted() -> Iterator[None]:
 @functools.cache
 def register() -> None:
     """Look at what ops on fake tensors return, after the cache that all threads and modes share.
-    Where Inductor rounds as eager mode does, norms' statistics are predicted, too."""
+    Where Inductor rounds as eager mode does, norms' statistics are predicted, too, and views, whose
+    memory format says in which order norms add up."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     predict = FakeTensorMode.dispatch
@@ -56,13 +61,18 @@ def register() -> None:
     def dispatch(
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        dtypes = _dtypes().get(func) if predicting.on or rounds() else None
-        if not isinstance(func, OpOverload) or not (predicting.on or dtypes):
+        right = predicting.on or rounds()
+        dtypes = _dtypes().get(func) if right else None
+        is_view = right and func in _views()
+        if not isinstance(func, OpOverload) or not (predicting.on or dtypes or is_view):
             return predict(self, func, types, args, kwargs or {})
         rule = _rule(func) if predicting.on else None
         # Not for the ops that predict for this one: the cache keeps what they find.
         with predicting.lowered(), inductor_right.lowered():
             predicted = predict(self, func, types, args, kwargs or {})
+            if is_view:
+                view: Any = predicted
+                return _put_view_right(self, view, args[0])
             return _put_right(self, rule, dtypes, predicted, args)
 
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
@@ -87,6 +97,19 @@ def _put_right(
         if dtypes is not None:
             result, *others = dtypes([result, *others], operands)
     return (result, *others) if several else result
+
+
+def _put_view_right(mode: Any, view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """With the strides that the kernel gives dimensions of one element."""
+    from torch._subclasses.fake_impls import _compute_stride
+
+    if x.layout != torch.strided or _is_contiguous(x) or not x.dim() or not view.dim():
+        return view
+    with mode:
+        strides = _compute_stride(x.shape, x.stride(), view.shape, size_oblivious=True)
+        if strides is None or tuple(strides) == view.stride():
+            return view
+        return x.as_strided(view.shape, strides)
 
 
 def _with_strides(a: torch.Tensor, strides: Strides) -> torch.Tensor:
@@ -177,6 +200,11 @@ def _gradient_of_input(results: list[Any], operands: Operands) -> list[Any]:
     return [results[0].to(operands[1].dtype), *results[1:]]
 
 
+@functools.cache
+def _views() -> frozenset[OpOverload]:
+    return frozenset(_ops("view _unsafe_view"))
+
+
 def _ops(names: str) -> Iterator[OpOverload]:
     for full_name in names.split():
         name, _, overload = full_name.partition(".")
@@ -205,16 +233,21 @@ def _in_format_of(index: int) -> Rule:
 
 def _elementwise(shape: Shape, operands: Operands) -> Strides:
     """By the operands one after the other. Of what has another dtype than it is computed in, the
-    kernel is given a copy."""
+    kernel is given a copy, with the same strides if there are no gaps."""
     from torch._prims_common import (
         ELEMENTWISE_TYPE_PROMOTION_KIND,
         compute_elementwise_output_strides,
         elementwise_dtypes,
+        is_non_overlapping_and_dense_or_false,
     )
 
     kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
     _, dtype = elementwise_dtypes(*operands, type_promotion_kind=kind)
-    given = [a if a.dtype == dtype else torch.empty_like(a) for a in operands if a.dim()]
+    given = [
+        a if a.dtype == dtype or is_non_overlapping_and_dense_or_false(a) else torch.empty_like(a)
+        for a in operands
+        if a.dim()
+    ]
     return compute_elementwise_output_strides(*(a.expand(shape) for a in given))
 
 

@@ -110,7 +110,6 @@ def register() -> None:
             if not overload.endswith("out"):
                 words = functools.partial(_one_by_one, getattr(aten, name))
                 put_decomposition(getattr(packet, overload), words)
-    put_lowering(torch.ops.prims.inductor_force_stride_order.default, _force_by_hints)
     _keep_roundings()
     _keep_products_apart_from_sums()
     _keep_scales_before_softmax()
@@ -307,13 +306,6 @@ def _left_to_aten(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any) -> Any
         return NotImplemented
     with _laid_out.raised():
         return op(force_stride_order(args[0], x.stride()), *args[1:])
-
-
-def _force_by_hints(original: Callable[..., Any], x: Any, strides: Iterable[Any]) -> Any:
-    """Strides of sizes that change cannot be put in order in torch 2.11."""
-    from torch._inductor.virtualized import V
-
-    return original(x, V.graph.sizevars.optimization_hints(strides, fallback=8192))
 
 
 def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:

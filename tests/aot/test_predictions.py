@@ -219,6 +219,20 @@ class ChannelsLast(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Attended(nn.Module):
+    """Pixels as a sequence and back. Of one image, the strides of the first dimension tell that it
+    is not in channels_last."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.project, self.norm = nn.Conv2d(3, 8, 1), nn.Linear(8, 8), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x)
+        pixels = self.project(h.flatten(2).transpose(1, 2))
+        return self.norm(pixels.transpose(1, 2).view(h.shape) + h)
+
+
 SEQUENCE, IMAGE = (4, 5, 8), (2, 3, 6, 6)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     # what stock raises with aot_eager; nothing, where it gives other numbers, or only lite raises
@@ -229,6 +243,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "gated": (Gated, SEQUENCE, "view size is not compatible"),
     "windows": (Windows, SEQUENCE, ""),
     "convolution and batch_norm": (lambda: Image(nn.BatchNorm2d(8)), IMAGE, ""),
+    "attention and group_norm": (
+        lambda: Attended(nn.GroupNorm(4, 8)),
+        (1, 3, 6, 6),
+        "Expected X.is_contiguous",
+    ),
     "convolution and layer_norm": (lambda: Image(ChannelsLast(8)), IMAGE, ""),
 }
 
@@ -259,7 +278,7 @@ def test_stock_raises(name: str) -> None:
 
 
 def test_sizes_that_change() -> None:
-    for make, shape, _ in (MODELS["batch_norm"], MODELS["gated"]):
+    for make, shape, _ in (MODELS[n] for n in ("batch_norm", "gated", "attention and group_norm")):
         model = make()
         expected = trained(copy.deepcopy(model), shape, backend="eager")
         assert_same_bits(trained(model, shape, dynamic=True, **EXACT[0]), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from tests.aot.test_predictions import Attended
 from tests.support import BF16, assert_same_bits
 
 Chain = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -256,6 +258,58 @@ def test_norms_of_images_of_any_size() -> None:
         torch.testing.assert_close(found, expected)
     else:
         assert_same_bits(found, expected)
+
+
+def of_images(
+    backend: str | None, make: Callable[[], torch.nn.Module], shape: tuple[int, ...], **way: Any
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, **way) if backend else model
+    with torch.autocast(**BF16):
+        y = compiled(torch.randn(shape))
+    y.backward(torch.randn_like(y))
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_norms_of_one_image() -> None:
+    """A dimension of one element has other strides than stock's fake tensors have."""
+    program = lambda: Attended(torch.nn.GroupNorm(4, 8)), (1, 3, 16, 16)
+    assert_same_bits(*(of_images(b, *program) for b in ("smart_autocast", None)))
+
+
+def test_instance_norms_of_any_size() -> None:
+    """Views of convolutions, with strides that are expressions."""
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(4, 8, 3, padding=1),
+            torch.nn.InstanceNorm2d(8, affine=True),
+            torch.nn.LeakyReLU(0.1),
+            torch.nn.Conv2d(8, 8, 3, padding=1),
+        )
+
+    program = model, (2, 4, 16, 16)
+    assert_same_bits(*(of_images(b, *program, dynamic=True) for b in ("smart_autocast", None)))
+
+
+class Padded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(4, 8, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(8)
+        self.last = torch.nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.norm(self.first(x)))
+        return self.last(F.pad(h, [0, 1, 0, 1], mode="replicate"))
+
+
+def test_padding_by_what_is_at_the_edge() -> None:
+    """Stock Inductor raises: from a kernel it gets in channels_last what it expects contiguous."""
+    program = Padded, (2, 4, 16, 16)
+    assert_same_bits(*(of_images(b, *program) for b in ("smart_autocast", None)))
 
 
 def test_running_statistics_of_bfloat16() -> None:
