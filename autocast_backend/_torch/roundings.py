@@ -270,7 +270,13 @@ def _batch_norm_backward(
 def _group_norm(
     op: torch._ops.OpOverload, original: Callable[..., Any], x: torch.Tensor, *args: Any
 ) -> Any:
-    return _left_to_aten(op, x, x, *args) if _is_images(x) else _norm(original, x, *args)
+    """From torch 2.15 on the CPU's kernel copies what is not contiguous in its memory format;
+    before, `F.group_norm` did."""
+    if x.device.type != "cpu" or not rounds():
+        return original(x, *args)
+    if not _is_images(x):
+        return op(_in_its_format(x), *args)
+    return _left_to_aten(op, x, x, *args)
 
 
 def _group_norm_backward(
@@ -281,9 +287,15 @@ def _group_norm_backward(
     *args: Any,
 ) -> Any:
     """The CPU's kernel copies what comes from above to the layout of x."""
-    return (
-        _left_to_aten(op, x, upstream, x, *args) if _is_images(x) else original(upstream, x, *args)
-    )
+    if x.device.type != "cpu" or not rounds():
+        return original(upstream, x, *args)
+    if not _is_images(x):
+        return op(upstream, _in_its_format(x), *args)
+    return _left_to_aten(op, x, upstream, x, *args)
+
+
+def _in_its_format(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=suggest_memory_format(x))
 
 
 def _is_images(x: torch.Tensor) -> bool:
