@@ -102,12 +102,13 @@ def _put_right(
 def _put_view_right(mode: Any, view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """With the strides that the kernel gives dimensions of one element."""
     from torch._subclasses.fake_impls import _compute_stride
+    from torch.fx.experimental.symbolic_shapes import sym_eq
 
     if x.layout != torch.strided or _is_contiguous(x) or not x.dim() or not view.dim():
         return view
     with mode:
         strides = _compute_stride(x.shape, x.stride(), view.shape, size_oblivious=True)
-        if strides is None or tuple(strides) == view.stride():
+        if strides is None or is_known(sym_eq(view.stride(), tuple(strides))):
             return view
         return x.as_strided(view.shape, strides)
 
