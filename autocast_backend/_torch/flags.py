@@ -38,6 +38,13 @@ inductor_right = Flag()
 """Inductor's graphs and kernels are put right (`inductor.py`)."""
 
 
+def rounds() -> bool:
+    """Whether Inductor rounds as eager mode does, in what this thread compiles."""
+    from torch._inductor import config
+
+    return inductor_right.on and config.emulate_precision_casts
+
+
 def compiling_as_now(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler that takes what it is called with later as it would in this block: Inductor
     compiles a backward when it first runs."""

@@ -12,7 +12,9 @@ from torch import fx
 from . import (
     comparisons,
     compiler_flags,
+    contractions,
     division,
+    functions,
     indices,
     lowerings,
     predictions,
@@ -31,8 +33,10 @@ def inductor_put_right() -> Iterator[None]:
     reinplacing.register()
     comparisons.register()
     division.register()
+    contractions.register()  # before the roundings, which call these with float32
     roundings.register()
     reductions.register()
+    functions.register()
     lowerings.register()  # last, so called first: it rounds numbers that those take as float32
     indices.register()
     scheduling.register()

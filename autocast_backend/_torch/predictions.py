@@ -29,8 +29,7 @@ import torch
 from torch._ops import OpOverload
 
 from .fake_tensors import is_known
-from .flags import inductor_right, predicting
-from .roundings import rounds
+from .flags import inductor_right, predicting, rounds
 
 Shape = Sequence[int]
 Strides = tuple[int, ...]
@@ -62,41 +61,60 @@ def register() -> None:
         self: Any, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         right = predicting.on or rounds()
-        dtypes = _dtypes().get(func) if right else None
-        is_view = right and func in _views()
-        if not isinstance(func, OpOverload) or not (predicting.on or dtypes or is_view):
+        if not right or not isinstance(func, OpOverload):
             return predict(self, func, types, args, kwargs or {})
-        rule = _rule(func) if predicting.on else None
+        op_by_op, dtypes = predicting.on, _dtypes().get(func)
+        is_norm, is_view = (func in ops for ops in (_batch_norms(), _views()))
+        if not (op_by_op or dtypes or is_norm or is_view or _is_elementwise(func)):
+            return predict(self, func, types, args, kwargs or {})
         # Not for the ops that predict for this one: the cache keeps what they find.
         with predicting.lowered(), inductor_right.lowered():
             predicted = predict(self, func, types, args, kwargs or {})
             if is_view:
                 view: Any = predicted
                 return _put_view_right(self, view, args[0])
-            return _put_right(self, rule, dtypes, predicted, args)
+            return _put_right(self, func, op_by_op, dtypes, predicted, args)
 
     FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
 
 
 def _put_right(
-    mode: Any, rule: Rule | None, dtypes: Dtypes | None, predicted: Any, args: Any
+    mode: Any, op: OpOverload, op_by_op: bool, dtypes: Dtypes | None, predicted: Any, args: Any
 ) -> Any:
-    if rule is None and dtypes is None:
-        return predicted
     several = isinstance(predicted, tuple | list)
     result, *others = predicted if several else [predicted]
     operands = [a for a in args if isinstance(a, torch.Tensor)]
     if not all(isinstance(a, torch.Tensor) and _is_dense_on_cpu(a) for a in (result, *operands)):
         return predicted
-    in_order = all(map(_is_contiguous, operands))
-    if in_order and dtypes is None:
+    if op in _batch_norms():
+        rule = _rule(op)
+    elif all(map(_is_contiguous, operands)):
+        rule = _contiguous if _is_one_loop(op, result, args) else None
+    else:
+        rule = _rule(op) if op_by_op else None
+    if rule is None and dtypes is None:
         return predicted
     with mode:
-        if rule is not None and not in_order and result.dim() > 1:
+        if rule is not None and result.dim() > 1:
             result = _with_strides(result, rule(result.shape, operands))
         if dtypes is not None:
             result, *others = dtypes([result, *others], operands)
     return (result, *others) if several else result
+
+
+def _is_one_loop(op: OpOverload, result: torch.Tensor, args: Any) -> bool:
+    """Whether an elementwise kernel takes operands for contiguous, as images of one pixel, or of
+    one channel, are in all formats. (Numbers are tensors of another shape to it.)"""
+    from torch.fx.experimental.symbolic_shapes import sym_eq
+
+    if not (_is_elementwise(op) and any(isinstance(n, int) and n == 1 for n in result.shape)):
+        return False
+    given = zip(args, op._schema.arguments, strict=False)
+    return all(
+        isinstance(a, torch.Tensor) and is_known(sym_eq(a.shape, result.shape))
+        for a, argument in given
+        if "Tensor" in str(argument.type)
+    )
 
 
 def _put_view_right(mode: Any, view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -139,8 +157,30 @@ def _rule(op: OpOverload) -> Rule | None:
     if op in (rules := _rules()):
         return rules[op]
     tensors = [a for a in op._schema.arguments if "Tensor" in str(a.type)]
-    several = torch.Tag.pointwise in op.tags and not op._schema.is_mutable and len(tensors) > 1
-    return _elementwise if several else None
+    return _elementwise if _is_elementwise(op) and len(tensors) > 1 else None
+
+
+@functools.cache
+def _is_elementwise(op: OpOverload) -> bool:
+    """Whether it is one loop of TensorIterator's: not if a number is an operand, or if it makes
+    what it returns like its input itself."""
+    with_number = "calar" in op._overloadname and op._schema.name not in (
+        "aten::float_power",
+        "aten::lerp",
+        "aten::pow",
+    )
+    others = op._schema.is_mutable or with_number or op in _likes_of_their_input()
+    return torch.Tag.pointwise in op.tags and not others
+
+
+@functools.cache
+def _likes_of_their_input() -> frozenset[OpOverload]:
+    return frozenset(
+        _ops(
+            "_conj_physical clone conj_physical deg2rad frexp.Tensor hardtanh nan_to_num positive "
+            "rad2deg relu6"
+        )
+    )
 
 
 _BATCH_NORMS = (
@@ -148,6 +188,7 @@ _BATCH_NORMS = (
     "_native_batch_norm_legit _native_batch_norm_legit.no_stats native_batch_norm "
     "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
 )
+_BATCH_NORMS_BACKWARD = "batch_norm_backward native_batch_norm_backward"
 
 
 @functools.cache
@@ -161,12 +202,10 @@ def _rules() -> dict[OpOverload, Rule | None]:
         ),
         (_like(0), "binary_cross_entropy huber_loss log_sigmoid_backward"),
         (_like(1), "binary_cross_entropy_backward"),
-        (_in_format_of(0), f"channel_shuffle max_unpool2d {_BATCH_NORMS}"),
-        (
-            _in_format_of(1),
-            "batch_norm_backward native_batch_norm_backward reflection_pad2d_backward "
-            "replication_pad2d_backward",
-        ),
+        (_in_format_of(0), "channel_shuffle max_unpool2d"),
+        (_in_format_of(1), "reflection_pad2d_backward replication_pad2d_backward"),
+        (_batch_norm, _BATCH_NORMS),
+        (_batch_norm_backward, _BATCH_NORMS_BACKWARD),
         (
             _elementwise,
             "elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward mish_backward "
@@ -202,6 +241,11 @@ def _gradient_of_input(results: list[Any], operands: Operands) -> list[Any]:
 
 
 @functools.cache
+def _batch_norms() -> frozenset[OpOverload]:
+    return frozenset(_ops(f"{_BATCH_NORMS} {_BATCH_NORMS_BACKWARD}"))
+
+
+@functools.cache
 def _views() -> frozenset[OpOverload]:
     return frozenset(_ops("view _unsafe_view"))
 
@@ -219,6 +263,26 @@ def _contiguous(shape: Shape, operands: Operands) -> Strides:
 def _like(index: int) -> Rule:
     """In the order of an operand."""
     return lambda shape, operands: torch.empty_like(operands[index].expand(shape)).stride()
+
+
+def _batch_norm(shape: Shape, operands: Operands) -> Strides:
+    """Contiguous if the input can be taken for that: of images of one pixel there are strides that
+    are contiguous and channels_last, and others go by what they suggest."""
+    rule = _contiguous if _is_contiguous(operands[0]) else _in_format_of(0)
+    return rule(shape, operands)
+
+
+def _batch_norm_backward(shape: Shape, operands: Operands) -> Strides:
+    """The same, if what comes from above is in the format of the input."""
+    from torch._prims_common import suggest_memory_format
+
+    upstream, x = operands[:2]
+    memory_format = suggest_memory_format(x)
+    alike = memory_format == suggest_memory_format(upstream) and (
+        _is_contiguous(upstream) or upstream.is_contiguous(memory_format=memory_format)
+    )
+    rule = _contiguous if alike and _is_contiguous(x) else _in_format_of(1)
+    return rule(shape, operands)
 
 
 def _in_format_of(index: int) -> Rule:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from .roundings import rounds
+from .flags import rounds
 from .tables import named, put_decomposition, put_kernel, put_lowering
 
 _REDUCTIONS = (
@@ -24,6 +24,7 @@ _WITH_KERNELS = (
     "_weight_norm_interface.default",
     "addmv.default",
     "dot.default",
+    "grid_sampler_2d.default",
     "logsumexp.default",
     "mv.default",
     "nansum.default",

@@ -21,7 +21,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from .division import rounded
-from .flags import Flag, inductor_right
+from .flags import Flag, inductor_right, rounds
 from .patches import replaced
 from .tables import (
     named,
@@ -31,6 +31,7 @@ from .tables import (
     put_kernel_of_images,
     put_lowering,
 )
+from .whole_ops import INTERPOLATION
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 _OF_THE_CPU = (
@@ -84,8 +85,11 @@ def register() -> None:
     put_lowering(aten.pow.Tensor_Scalar, _power)
     for op in (aten.addcmul.default, aten.addcdiv.default):
         if op in lowering.lowerings:  # addcdiv has none in torch 2.11
-            put_lowering(op, _scaled)
+            put_lowering(op, _in_float32)
     put_decomposition(aten.lerp.Scalar, _interpolation)
+    put_decomposition(aten.lerp.Tensor, _interpolation)
+    put_kernel(aten.linspace.default, _linspace)
+    put_decomposition(aten.sigmoid_backward.default, _gradient_of_sigmoid)
     of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
     for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
         of_the_cpu[name] = functools.partial(_layer_norm, named(name))
@@ -93,9 +97,11 @@ def register() -> None:
         put_kernel(named(name), function)
     of_images = dict.fromkeys(_BATCH_NORMS, _batch_norm) | {
         "native_batch_norm_backward.default": _batch_norm_backward,
-        "native_group_norm.default": _group_norm,
+        "native_group_norm.default": _of_images,
         "native_group_norm_backward.default": _group_norm_backward,
     }
+    for name in INTERPOLATION:
+        of_images |= {f"{name}.default": _of_images, f"{name}_backward.default": _of_images}
     for name, function in of_images.items():
         put_kernel_of_images(named(name), functools.partial(function, named(name)))
     for name in _SUMS_OF_THE_CPU:
@@ -180,32 +186,46 @@ def _sum(original: Callable[..., Any], x: Any, y: Any, alpha: Any = 1) -> Any:
 def _interpolation(original: Callable[..., Any], start: Any, end: Any, weight: Any) -> Any:
     if not rounds() or not _is_low(start):
         return original(start, end, weight)
+    weight = weight.float() if isinstance(weight, torch.Tensor) else weight
     return original(start.float(), end.float(), weight).to(start.dtype)
 
 
+def _linspace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The CPU's steps are rounded to the dtype of the result (PyTorch's to float32, later)."""
+    known = all(isinstance(a, int | float) for a in args)
+    device = torch.device(kwargs.get("device") or torch.get_default_device())
+    return NotImplemented if known and device.type == "cpu" else original(*args, **kwargs)
+
+
+def _gradient_of_sigmoid(original: Callable[..., Any], upstream: Any, y: Any) -> Any:
+    """The CPU rounds in between for float16, and not for bfloat16."""
+    if not rounds() or upstream.device.type != "cpu" or upstream.dtype != torch.float16:
+        return original(upstream, y)
+    with _as_called():
+        return upstream * (1 - y) * y
+
+
 def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
-    """The CPU takes the exponent in the dtype of x, and multiplies instead for some: in float32 for
+    """The CPU takes the exponent in the dtype of x. For some it multiplies instead: in float32 for
     float16, and rounding each time for bfloat16."""
     from torch._inductor import lowering
+    from torch._inductor.virtualized import ops
 
     dtype = x.get_dtype()
-    if not rounds() or dtype not in _ROUNDED or x.get_device().type != "cpu":
+    on_cpu = x.get_device().type == "cpu" and dtype.is_floating_point
+    if not (rounds() and on_cpu and isinstance(exponent, int | float)):
         return original(x, exponent)
-    if exponent == 3 and dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and exponent == 3:
         return lowering.mul(lowering.mul(x, x), x)
-    if exponent == -2 and dtype == torch.bfloat16:
+    if exponent == -2 and dtype != torch.float16:
         return lowering.reciprocal(lowering.mul(x, x))
-    return _in_float32(original, x, rounded(exponent, dtype))
-
-
-def _scaled(original: Callable[..., Any], x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    """The CPU multiplies y with `value` first."""
-    from torch._inductor import lowering
-
-    low = promoted_dtype((x, y, z)) in _ROUNDED and x.get_device().type == "cpu"
-    if value == 1 or not low or not rounds():
-        return original(x, y, z, value=value)
-    return _in_float32(lambda x, y, z: original(x, lowering.mul(y, value), z), x, y, z)
+    if exponent == -0.5:
+        return _in_float32(lowering.rsqrt, x)
+    if dtype in _ROUNDED:
+        return _in_float32(original, x, rounded(exponent, dtype))
+    if exponent in (-1, 0, 1, 2, 3):
+        return original(x, exponent)
+    return lowering.make_pointwise(ops.pow)(x, float(exponent))
 
 
 def _one_by_one(
@@ -214,7 +234,7 @@ def _one_by_one(
     """What the CPU does with lists. Inductor's kernels of lists are not those of their elements."""
     lists = [a for a in args if isinstance(a, list | tuple)]
     tensors = [t for a in lists for t in a if isinstance(t, torch.Tensor)]
-    if not any(map(_is_low, tensors)) or tensors[0].device.type != "cpu" or not rounds():
+    if tensors[0].device.type != "cpu" or not tensors[0].dtype.is_floating_point:
         return original(*args, **kwargs)
     count = len(lists[0])
     each = zip(*(a if isinstance(a, list | tuple) else [a] * count for a in args), strict=True)
@@ -267,11 +287,11 @@ def _batch_norm_backward(
     return original(upstream, x, *args)
 
 
-def _group_norm(
+def _of_images(
     op: torch._ops.OpOverload, original: Callable[..., Any], x: torch.Tensor, *args: Any
 ) -> Any:
-    """From torch 2.15 on the CPU's kernel copies what is not contiguous in its memory format;
-    before, `F.group_norm` did."""
+    """A kernel of the CPU's that takes images in their memory format, and copies others to it.
+    (Group norms', from torch 2.15 on; before, `F.group_norm` did.)"""
     if x.device.type != "cpu" or not rounds():
         return original(x, *args)
     if not _is_images(x):
@@ -323,13 +343,6 @@ def _left_to_aten(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any) -> Any
 def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:
     tensors = [a for a in others if isinstance(a, torch.Tensor)]
     return _is_low(x) and any(a.dtype == torch.float32 for a in tensors)
-
-
-def rounds() -> bool:
-    """Whether Inductor rounds as eager mode does, in what this thread compiles."""
-    from torch._inductor import config
-
-    return inductor_right.on and config.emulate_precision_casts
 
 
 def _keep_products_apart_from_sums() -> None:

@@ -50,25 +50,34 @@ def put_kernel_of_images(op: OpOverload, words: Function) -> None:
     from torch._inductor import lowering
 
     put_decomposition(op, words)
-    lowering.make_fallback(op, _as_the_first, warn=False, override_decomp=True)
+    before = lowering.maybe_layout_constraints(op)
+    as_the_first = functools.partial(_as_the_first, before)
+    lowering.make_fallback(op, as_the_first, warn=False, override_decomp=True)
 
 
-def _as_the_first(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
-    from torch._inductor import ir
+def _as_the_first(
+    before: Function | None, node: torch.fx.Node, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    from torch._inductor import ir, lowering
 
-    first: Any = node.args[0]
+    if not inductor_right.on:
+        return before(node, *args, **kwargs) if before else (args, kwargs)
+    of_first: Any = node.args[0]
     orders = {
         torch.channels_last: ir.NHWC_STRIDE_ORDER,
         torch.channels_last_3d: ir.NHWDC_STRIDE_ORDER,
     }
-    order = orders.get(suggest_memory_format(first.meta["val"]))
+    order = orders.get(suggest_memory_format(of_first.meta["val"]))
 
     def laid_out(a: Any) -> Any:
         if order is None or len(a.get_size()) != len(order):
             return ir.ExternKernel.require_contiguous(a)
         return ir.ExternKernel.require_stride_order(a, order)
 
-    return pytree.tree_map_only(ir.IRNode, laid_out, (args, kwargs))
+    # With the strides of dimensions of one element, too, by which kernels tell formats apart.
+    first = lowering.constrain_to_fake_tensor(args[0], of_first.meta["val"])
+    others, kwargs = pytree.tree_map_only(ir.IRNode, laid_out, (args[1:], kwargs))
+    return (first, *others), kwargs
 
 
 def named(name: str) -> OpOverload:

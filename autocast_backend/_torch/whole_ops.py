@@ -23,15 +23,15 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from .flags import Flag
+from .flags import Flag, rounds
 
-_INTERPOLATION = (
+INTERPOLATION = (
     "upsample_linear1d",
     "upsample_bilinear2d",
     "upsample_trilinear3d",
     "upsample_bicubic2d",
 )
-_COPYING = ("upsample_nearest2d", *_INTERPOLATION[:3])
+_COPYING = ("upsample_nearest2d", *INTERPOLATION[:3])
 """Of these, the CPU's kernels copy along dimensions whose size does not change."""
 
 _OTHERS = ("multi_margin_loss", "multilabel_margin_loss_forward", "softshrink", "hardshrink")
@@ -65,12 +65,12 @@ def _register() -> None:
     went and came with each compilation would be missed by other threads.)"""
     aten = torch.ops.aten
     for name in _COPYING:
-        linear = name in _INTERPOLATION
+        linear = name in INTERPOLATION
         _put(getattr(aten, name).vec, functools.partial(_copying, linear))
-    for name in _INTERPOLATION:
+    for name in INTERPOLATION:
         op = getattr(aten, name)
-        _put(op.vec, functools.partial(_chosen, functools.partial(_by_sizes, op.default)))
-        _put(op.default, functools.partial(_chosen, _by_autograd(op.default)))
+        _put(op.vec, functools.partial(_interpolated, functools.partial(_by_sizes, op.default)))
+        _put(op.default, functools.partial(_interpolated, _by_autograd(op.default)))
     _put(aten.multilabel_margin_loss_forward.default, _multilabel_margin_loss)
     for name in _OTHERS:
         op = getattr(aten, name).default
@@ -94,6 +94,16 @@ def _by_autograd(op: OpOverload) -> Callable[..., Any]:
 def _chosen(whole: Callable[..., Any], apart: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     known = not _has_symbols((args[0].shape, args[1:], kwargs))
     return (whole if _asked.on and known else apart)(*args, **kwargs)
+
+
+def _interpolated(
+    whole: Callable[..., Any], apart: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Also where Inductor rounds as eager mode does: these are ATen's then (`roundings.py`)."""
+    if rounds() and x.device.type == "cpu":
+        with _asked.raised():
+            return _chosen(whole, apart, x, *args, **kwargs)
+    return _chosen(whole, apart, x, *args, **kwargs)
 
 
 def _has_symbols(values: Any) -> bool:

@@ -36,7 +36,9 @@ def interpolated(how: str, dtype: torch.dtype, **arguments: Any) -> list[torch.T
     return [y, *torch.autograd.grad(weighted_sum([y]), x)]
 
 
-@pytest.mark.parametrize("exact", EXACT, ids=["aot_eager", "lite"])
+@pytest.mark.parametrize(
+    "exact", [*EXACT, {"backend": "smart_autocast"}], ids=["aot_eager", "lite", "inductor"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", INTERPOLATIONS)
 def test_interpolation(how: str, dtype: torch.dtype, exact: dict[str, Any]) -> None:
@@ -80,7 +82,7 @@ def test_the_gradient_of_what_is_not_a_number(exact: dict[str, Any]) -> None:
 
 
 def test_only_where_it_is_asked_for() -> None:
-    """Inductor makes one kernel of the parts, here as with stock."""
+    """Stock Inductor makes one kernel of the parts."""
     graphs: list[fx.GraphModule] = []
 
     def note(graph: fx.GraphModule, _: Any) -> Any:
