@@ -4,8 +4,8 @@
         upsample_bilinear2d       in eager mode; its backward is upsample_bilinear2d_backward
         arange, index, mul, ...   with AOTAutograd; their backward adds up what the indices name
 
-The parts round elsewhere. Inductor makes one kernel of them; who runs op by op is better off with
-the op.
+The parts round elsewhere. Who runs op by op is better off with the op. Inductor makes one kernel of
+them; where it rounds as eager mode does, it is given interpolation whole (`roundings.py`).
 
     y, mask = native_dropout(x, 0.1, True)         AOTAutograd, for dropout; y = (x * mask) * 1.11
     y = x * (mask / 0.9)                           eager mode, on the CPU; mask in the dtype of x
