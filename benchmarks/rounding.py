@@ -100,6 +100,21 @@ class Residual(nn.Module):
         return x
 
 
+class Decoder(nn.Module):
+    """The end of a segmentation model: convolutions of what is interpolated to twice its size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width // 2, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width // 2, 3, padding=1)
+        self.last = nn.Conv2d(width // 2, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = F.interpolate(F.relu(layer(x)), scale_factor=2.0, mode="bilinear")
+        return self.last(x)
+
+
 def in_channels_last(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     layout = torch.channels_last
     return model.to(memory_format=layout), x.contiguous(memory_format=layout)
@@ -115,6 +130,7 @@ def cases(quick: bool) -> dict[str, Callable[[], tuple[nn.Module, Tensor]]]:
         "channels_last": lambda: in_channels_last(
             Residual(width // 4), torch.randn(8, 3, side, side)
         ),
+        "decoder": lambda: (Decoder(width // 4), torch.randn(4, width // 8, side, side)),
         "vit": lambda: TRANSFORMERS["vit"](layers),
         "gpt": lambda: TRANSFORMERS["gpt"](layers),
         WORST: lambda: (Elementwise(8 * width), torch.randn(rows, 8)),

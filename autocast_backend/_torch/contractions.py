@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from .division import rounded
 from .flags import inductor_right
@@ -37,7 +38,8 @@ def register() -> None:
     put_lowering(named("addcmul.default"), _sum_with_product)
     if named("addcdiv.default") in lowering.lowerings:  # it has none in torch 2.11
         put_lowering(named("addcdiv.default"), _sum_with_quotient)
-    put_decomposition(named("lerp.Scalar"), _interpolation)
+    for overload in ("Scalar", "Tensor"):
+        put_decomposition(named(f"lerp.{overload}"), _interpolation)
     for name, gradient in (
         ("mish_backward", _gradient_of_mish),
         ("sigmoid_backward", _gradient_of_sigmoid),
@@ -122,9 +124,21 @@ def _times(y: Any, value: Any) -> Any:
 def _interpolation(
     original: Callable[..., Any], start: torch.Tensor, end: torch.Tensor, weight: Any
 ) -> Any:
-    """From torch 2.13 on Inductor writes it as above, with the weight in float64."""
-    on_cpu = start.device.type == "cpu" and start.dtype in _FLOATS
-    return original(start, end, rounded(weight, start.dtype) if on_cpu else weight)
+    """From the nearer one. (Before torch 2.13 Inductor has other formulas, and the weight, a Python
+    number, in float64 after that.)"""
+    if start.device.type != "cpu" or start.dtype not in _FLOATS:
+        return original(start, end, weight)
+    memory_format = suggest_memory_format(start)
+    if memory_format != torch.contiguous_format:  # which is that of the result
+        end = end.contiguous(memory_format=memory_format)
+    if not isinstance(weight, torch.Tensor):
+        weight = rounded(weight, start.dtype)
+        if abs(weight) < 0.5:
+            return torch.add(start, end - start, alpha=weight)
+        return torch.add(end, end - start, alpha=weight - 1)
+    is_near = weight.abs() < 0.5
+    factor = torch.where(is_near, weight, weight - 1)
+    return torch.addcmul(torch.where(is_near, start, end), factor, end - start)
 
 
 def _kept(original: Callable[..., Any], upstream: torch.Tensor, y: torch.Tensor) -> Any:
