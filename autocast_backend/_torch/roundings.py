@@ -219,13 +219,13 @@ def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
         return lowering.mul(lowering.mul(x, x), x)
     if exponent == -2 and dtype != torch.float16:
         return lowering.reciprocal(lowering.mul(x, x))
-    if exponent == -0.5:
+    if exponent == -0.5 and dtype != torch.float16:
         return _in_float32(lowering.rsqrt, x)
-    if dtype in _ROUNDED:
-        return _in_float32(original, x, rounded(exponent, dtype))
-    if exponent in (-1, 0, 1, 2, 3):
-        return original(x, exponent)
-    return lowering.make_pointwise(ops.pow)(x, float(exponent))
+    exponent = rounded(exponent, dtype)
+    is_product = exponent in (-1, 0, 1, 2, 3) or (dtype in _ROUNDED and exponent % 1 == 0)
+    if is_product or (exponent == 0.5 and dtype != torch.float16):
+        return _in_float32(original, x, exponent)
+    return _in_float32(lowering.make_pointwise(ops.pow), x, exponent)
 
 
 def _one_by_one(

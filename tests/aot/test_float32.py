@@ -31,6 +31,7 @@ PROGRAMS: dict[str, Program] = {
     "mish": lambda x, y, z: F.mish(x),
     "powers": lambda x, y, z: (x.abs() + 0.5) ** -2 + y**4 + (z.abs() + 0.5) ** -3,
     "reciprocal root": lambda x, y, z: (x.detach().abs() + 0.5) ** -0.5 + y,
+    "decimals": lambda x, y, z: torch.round(x, decimals=3) + y,
     "steps": lambda x, y, z: torch.linspace(-3, 5, 64) * x,
     "steps of bfloat16": lambda x, y, z: torch.linspace(-1, 1, 64, dtype=torch.bfloat16) * x,
     "a grid": lambda x, y, z: F.grid_sample(
@@ -139,6 +140,28 @@ def test_what_is_near_0(name: str, dtype: torch.dtype) -> None:
     if (name, dtype) != ("erf", torch.bfloat16):  # there eager mode has 0, too
         assert expected.isfinite().all()
         assert (expected != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_decimals_of_low_precision(dtype: torch.dtype) -> None:
+    """1000 times the number is infinite in float16."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [torch.round(x, decimals=n) for n in (-1, 1, 3)]
+
+    torch._dynamo.reset()
+    x = (torch.randn(640, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    assert_same_bits(torch.compile(function, backend="smart_autocast")(x), function(x))
+
+
+@pytest.mark.parametrize("exponent", [0.5, -0.5, 1.5, 4, -3])
+def test_powers_of_float16(exponent: float) -> None:
+    """The CPU has roots of it as powers, which of -inf and of -0 are others."""
+    torch._dynamo.reset()
+    x = torch.randn(61, generator=torch.Generator().manual_seed(0)).half().abs()
+    x = torch.cat([x, torch.tensor([0, -0.0, torch.inf, -torch.inf]).half()])
+    found = torch.compile(lambda x: x**exponent, backend="smart_autocast")(x)
+    torch.testing.assert_close(found, x**exponent, rtol=1e-3, atol=0, equal_nan=True)
 
 
 def test_gelu_is_no_call_of_erf() -> None:
