@@ -28,6 +28,14 @@ FEW: dict[str, Chain] = {
     ),
     "batch norm": lambda x, w, v: F.batch_norm(x @ w, None, None, v[0], v[1], True) * x,
 }
+
+
+def losses(x: Tensor, target: Tensor, *functions: Callable[..., Tensor]) -> Tensor:
+    """Without autocast, in the dtype of x."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.cat([f(x, target, reduction="none") * 1.3 for f in functions])
+
+
 MORE: dict[str, Chain] = {
     "two gates": lambda x, w, v: (x @ w).tanh() * (x @ v).sigmoid() + (x @ w) * 0.1,
     "float16": lambda x, w, v: (x.half() * 0.3 + 0.1) * x.half(),
@@ -66,6 +74,17 @@ MORE: dict[str, Chain] = {
     "log softmax": lambda x, w, v: F.log_softmax(x @ w, -1) * 1.3,
     "log of sums": lambda x, w, v: torch.logsumexp(x @ w, -1) * 1.3,
     "logit": lambda x, w, v: torch.logit(x.bfloat16().sigmoid(), 1e-3) * 1.3,
+    "x log a number": lambda x, w, v: torch.xlogy(x.bfloat16(), 1.7) * 1.3,
+    "entropy": lambda x, w, v: torch.special.entr(x.bfloat16().sigmoid()) * 1.3,
+    "losses": lambda x, w, v: losses(
+        x.bfloat16(), w[:32].bfloat16() * 8, F.huber_loss, F.smooth_l1_loss
+    ),
+    "cross-entropy": lambda x, w, v: losses(
+        x.bfloat16().sigmoid(),
+        w[:32].bfloat16().sigmoid().detach(),
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+    ),
     "x log y": lambda x, w, v: torch.xlogy(x.bfloat16(), x.bfloat16().abs() + 0.1) * 1.3,
     "outer product": lambda x, w, v: torch.addr(
         (x @ w)[:, :32], x[:, 0].bfloat16(), x.bfloat16()[:, 1], beta=0.7, alpha=0.6
