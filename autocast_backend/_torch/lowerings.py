@@ -35,6 +35,7 @@ def register() -> None:
     put_lowering(aten.any.dims, _any)
     put_lowering(aten.ldexp.Tensor, _ldexp)
     put_lowering(aten.bmm.default, _products)
+    put_lowering(aten.add.Tensor, _sum_of_bools)
     for name in ("add", "sub", "fmod"):
         put_lowering(getattr(aten, name).Tensor, _with_scalar)
         put_lowering(getattr(aten, name).Scalar, _with_scalar)
@@ -101,6 +102,17 @@ def _with_scalar(original: Lowering, *args: Any, **kwargs: Any) -> Any:
         args = tuple(rounded(a, dtype) for a in args)
         kwargs = {name: rounded(a, dtype) for name, a in kwargs.items()}
     return original(*args, **kwargs)
+
+
+def _sum_of_bools(original: Lowering, x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """Of these, `alpha` is one, too. (As 2, the CPU's kernel stores int64 where bool belongs, and
+    writes over other memory.)"""
+    from torch._inductor import lowering
+
+    if alpha != 1 and promoted_dtype((x, y)) == torch.bool:
+        counts = bool(alpha)
+        return original(x, lowering.mul(y, counts) if hasattr(y, "get_dtype") else y and counts)
+    return original(x, y, alpha=alpha)
 
 
 def _ldexp(original: Lowering, x: Any, exponent: Any) -> Any:

@@ -224,7 +224,7 @@ def test_what_is_repeated_and_turned_around_in_sizes_that_change() -> None:
         assert_same_bits(compiled(x), turned(x))
 
 
-STORED = """
+OF_THE_LAST_VECTOR = """
 import torch
 import torch.nn.functional as F
 
@@ -238,11 +238,25 @@ torch.testing.assert_close(torch.compile(multiplied, backend="smart_autocast")(x
 print("right")
 """
 
+OF_BOOLS = """
+import torch
 
-def test_sums_are_stored_where_they_belong() -> None:
-    """Of the last vector the rest was stored too, behind the end of the memory."""
+def added(x, y):
+    twice = torch.add(x, y, alpha=2), torch.add(x[:, None], y, alpha=-1), torch.add(x, 1, alpha=2)
+    return *twice, torch.add(x, y, alpha=0), torch.add(x, True, alpha=2), torch.add(x, y)
+
+x, y = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+for found, expected in zip(torch.compile(added, backend="smart_autocast")(x, y), added(x, y)):
+    torch.testing.assert_close(found, expected)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("program", [OF_THE_LAST_VECTOR, OF_BOOLS], ids=["last vector", "bools"])
+def test_sums_are_stored_where_they_belong(program: str) -> None:
+    """What did not, was stored behind the end of the memory."""
     with forked("import torch, autocast_backend") as run:
-        assert printed(run(STORED)) == "right\n"
+        assert printed(run(program)) == "right\n"
 
 
 @pytest.mark.parametrize(
