@@ -26,6 +26,7 @@ _WITH_KERNELS = (
     "dot.default",
     "grid_sampler_2d.default",
     "logsumexp.default",
+    "multi_margin_loss.default",
     "mv.default",
     "nansum.default",
     "trace.default",

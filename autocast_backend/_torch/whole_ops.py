@@ -34,7 +34,8 @@ INTERPOLATION = (
 _COPYING = ("upsample_nearest2d", *INTERPOLATION[:3])
 """Of these, the CPU's kernels copy along dimensions whose size does not change."""
 
-_OTHERS = ("multi_margin_loss", "multilabel_margin_loss_forward", "softshrink", "hardshrink")
+_WITH_OTHER_GRADIENTS = ("multi_margin_loss", "softshrink", "hardshrink")
+"""Whose parts have other gradients: of a margin of 0, or of NaN."""
 
 _asked = Flag()
 _right = Flag()
@@ -71,10 +72,12 @@ def _register() -> None:
         op = getattr(aten, name)
         _put(op.vec, functools.partial(_interpolated, functools.partial(_by_sizes, op.default)))
         _put(op.default, functools.partial(_interpolated, _by_autograd(op.default)))
-    _put(aten.multilabel_margin_loss_forward.default, _multilabel_margin_loss)
-    for name in _OTHERS:
+    losses = aten.multilabel_margin_loss_forward.default
+    _put(losses, _multilabel_margin_loss)
+    _put(losses, functools.partial(_chosen, _by_autograd(losses)))
+    for name in _WITH_OTHER_GRADIENTS:
         op = getattr(aten, name).default
-        _put(op, functools.partial(_chosen, _by_autograd(op)))
+        _put(op, functools.partial(_right_whole, _by_autograd(op)))
     _put(aten.dropout.default, _dropout)
 
 
@@ -96,14 +99,21 @@ def _chosen(whole: Callable[..., Any], apart: Callable[..., Any], *args: Any, **
     return (whole if _asked.on and known else apart)(*args, **kwargs)
 
 
+def _right_whole(
+    whole: Callable[..., Any], apart: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Also where Inductor takes the op apart, below autograd."""
+    with _asked.raised() if _right.on else contextlib.nullcontext():
+        return _chosen(whole, apart, *args, **kwargs)
+
+
 def _interpolated(
     whole: Callable[..., Any], apart: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Also where Inductor rounds as eager mode does: these are ATen's then (`roundings.py`)."""
-    if rounds() and x.device.type == "cpu":
-        with _asked.raised():
-            return _chosen(whole, apart, x, *args, **kwargs)
-    return _chosen(whole, apart, x, *args, **kwargs)
+    rounded = rounds() and x.device.type == "cpu"
+    with _asked.raised() if rounded else contextlib.nullcontext():
+        return _chosen(whole, apart, x, *args, **kwargs)
 
 
 def _has_symbols(values: Any) -> bool:

@@ -85,6 +85,24 @@ def test_multilabel_margins_where_targets_end_early(way: dict[str, Any], reducti
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
+def test_gradients_of_margins_of_zero_and_of_nan(way: dict[str, Any]) -> None:
+    targets = torch.tensor([0, 5, 2, 1, 1])
+
+    def losses(x: torch.Tensor) -> list[torch.Tensor]:
+        margins = [F.multi_margin_loss(x[:5], targets, p=p, reduction="none") for p in (1, 2)]
+        return [*margins, F.softshrink(x, 0.5), F.hardshrink(x, 0.5)]
+
+    def gradients(function: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
+        x = torch.arange(-12.0, 24).view(6, 6).div(4).requires_grad_()
+        with torch.no_grad():
+            x[5] = float("nan")
+        return torch.autograd.grad(weighted_sum(function(x)), x)
+
+    torch._dynamo.reset()
+    assert_same_bits(gradients(torch.compile(losses, **way)), gradients(losses))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
 @pytest.mark.parametrize(("p", "training"), [(0.5, False), (0.0, True)])
 def test_dropout_that_drops_nothing_returns_what_it_is_given(
     p: float, training: bool, way: dict[str, Any]

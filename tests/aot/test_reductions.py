@@ -33,6 +33,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "squared error": lambda x: F.mse_loss(x, x.detach() * 0.7),
     "logistic": lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
     "divergence": lambda x: F.kl_div(x.detach(), x.sigmoid().detach(), reduction="sum"),
+    "margins": lambda x: F.multi_margin_loss(x.detach()[0], LABELS[:12], reduction="none"),
     "bias": lambda x: x.detach() * 1.3 * x[0, 0],
     "cosine": lambda x: F.cosine_similarity(x, x.detach() * 0.7 + 1, dim=-1),
 }
