@@ -51,16 +51,30 @@ def _remainder(x: Operand, y: Operand) -> Any:
     dtype = torch.result_type(x, y)
     if not (inductor_right.on and dtype.is_floating_point):
         return NotImplemented
-    x, y = _in_float(rounded(x, dtype), rounded(y, dtype), dtype)
+    x, y = _in_float(_as(dtype, x), _as(dtype, y), dtype)
     rest, apart = _fmod(x, y)
     return torch.where(apart, rest + y, rest).to(dtype)
 
 
 def _div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
+    """(A divisor that is a number, or a tensor without dimensions, has all of its digits. By others
+    the kernels for low precision round quotients before they are truncated.)"""
     dtype = torch.result_type(x, y)
-    if not (inductor_right.on and dtype.is_floating_point and rounding_mode == "floor"):
+    if not (inductor_right.on and dtype.is_floating_point and rounding_mode):
         return NotImplemented
-    return _floor_division(*_in_float(x, y, dtype)).to(dtype)
+    divisor = y
+    x, y = _in_float(_as(dtype, x), y, dtype)
+    if rounding_mode == "floor":
+        return _floor_division(x, y).to(dtype)
+    quotient = x / y
+    if isinstance(divisor, torch.Tensor) and divisor.dim():
+        quotient = quotient.to(dtype)
+    return quotient.trunc().to(dtype)
+
+
+def _as(dtype: torch.dtype, x: Operand) -> Operand:
+    """An operand with the digits that a tensor has of it."""
+    return x.to(dtype) if isinstance(x, torch.Tensor) else rounded(x, dtype)
 
 
 def _in_float(x: Operand, y: Operand, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:

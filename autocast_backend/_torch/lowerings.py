@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from .division import rounded
 from .flags import inductor_right
-from .tables import promoted_dtype, put_lowering
+from .tables import named, promoted_dtype, put_decomposition, put_lowering
 
 Lowering = Callable[..., Any]
+
+_LOW = (torch.bfloat16, torch.float16)
+_OF_NUMBERS = ("full.default", "pow.Scalar")
 
 
 @functools.cache
@@ -39,6 +44,8 @@ def register() -> None:
     for name in ("add", "sub", "fmod"):
         put_lowering(getattr(aten, name).Tensor, _with_scalar)
         put_lowering(getattr(aten, name).Scalar, _with_scalar)
+    for name in _OF_NUMBERS:
+        put_decomposition(named(name), functools.partial(_with_number, named(name)))
     _store_what_is_there()
     _store_each_by_itself()
     _order_strides_of_any_size()
@@ -98,10 +105,24 @@ def _with_scalar(original: Lowering, *args: Any, **kwargs: Any) -> Any:
     """Of bfloat16 and float16, the CPU takes Python's numbers in that dtype (PyTorch #186818)."""
     tensors = [a for a in args if hasattr(a, "get_dtype")]
     dtype = promoted_dtype(tensors)
-    if dtype in (torch.bfloat16, torch.float16) and tensors[0].get_device().type == "cpu":
+    if dtype in _LOW and tensors[0].get_device().type == "cpu":
         args = tuple(rounded(a, dtype) for a in args)
         kwargs = {name: rounded(a, dtype) for name, a in kwargs.items()}
     return original(*args, **kwargs)
+
+
+def _with_number(op: OpOverload, original: Lowering, *args: Any, **kwargs: Any) -> Any:
+    """The same, of ops that are written in others' words, or are others' words."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    made_as = kwargs.get("dtype"), kwargs.get("device") or torch.get_default_device()
+    dtype, device = (tensors[0].dtype, tensors[0].device) if tensors else made_as
+    if dtype not in _LOW or torch.device(device).type != "cpu":
+        return original(*args, **kwargs)
+    held = [rounded(a, dtype) for a in args]
+    numbers = [(a, h) for a, h in zip(args, held, strict=True) if isinstance(a, int | float)]
+    if all(a == h or math.isnan(a) for a, h in numbers):
+        return original(*args, **kwargs)
+    return op(*held, **kwargs)
 
 
 def _sum_of_bools(original: Lowering, x: Any, y: Any, *, alpha: Any = 1) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from .flags import rounds
-from .tables import named, put_decomposition, put_kernel, put_lowering
+from .tables import left_to_aten, named, put_decomposition, put_kernel, put_lowering
 
 _REDUCTIONS = (
     "mean.default",
@@ -27,6 +27,7 @@ _WITH_KERNELS = (
     "grid_sampler_2d.default",
     "logsumexp.default",
     "multi_margin_loss.default",
+    "multilabel_margin_loss_forward.default",
     "mv.default",
     "nansum.default",
     "trace.default",
@@ -46,15 +47,15 @@ def register() -> None:
         of_aten = lowering.fallback_handler(op, add_to_fallback_set=False)
         put_lowering(op, functools.partial(_sum, op, of_aten))
     for name in _WITH_KERNELS:
-        put_kernel(named(name), _left_to_aten)
+        put_kernel(named(name), left_to_aten)
     norm = named("linalg_vector_norm.default")
-    put_decomposition(norm, _left_to_aten)
+    put_decomposition(norm, left_to_aten)
     lowering.make_fallback(norm, warn=False, override_decomp=True)
     put_lowering(norm, _norm_of_vectors)
     bmm = named("bmm.default")
     of_aten = lowering.fallback_handler(bmm, add_to_fallback_set=False)
     put_lowering(bmm, functools.partial(_product_with_vectors, of_aten))
-    put_decomposition(bmm, _left_to_aten)
+    put_decomposition(bmm, left_to_aten)
 
 
 def _sum(
@@ -129,9 +130,3 @@ def _is_called(node: torch.fx.Node) -> bool:
 
 def _is_left_to_aten(x: Any) -> bool:
     return rounds() and x.get_device().type == "cpu" and x.get_dtype().is_floating_point
-
-
-def _left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    if rounds() and x.device.type == "cpu" and x.dtype.is_floating_point:
-        return NotImplemented
-    return original(x, *args, **kwargs)

@@ -24,6 +24,7 @@ from .division import rounded
 from .flags import Flag, inductor_right, rounds
 from .patches import replaced
 from .tables import (
+    left_to_aten,
     named,
     promoted_dtype,
     put_decomposition,
@@ -52,11 +53,17 @@ _OF_THE_CPU = (
     "linalg_cross.default",
     "logit.default",
     "logit_backward.default",
+    "mse_loss.default",
+    "mse_loss_backward.default",
+    "nll_loss2d_forward.default",
+    "nll_loss_forward.default",
     "smooth_l1_loss.default",
-    "smooth_l1_loss_backward.default",
+    "soft_margin_loss.default",
+    "soft_margin_loss_backward.default",
     "special_entr.default",
     "special_xlog1py.default",
     "xlogy.Scalar_Other",
+    "xlogy.Scalar_Self",
     "xlogy.Tensor",
 )
 """Ops whose kernels for the CPU round in between."""
@@ -99,8 +106,10 @@ def register() -> None:
     put_decomposition(aten.lerp.Scalar, _interpolation)
     put_decomposition(aten.lerp.Tensor, _interpolation)
     put_kernel(aten.linspace.default, _linspace)
+    put_decomposition(aten.softshrink.default, _soft_shrinkage)
     put_decomposition(aten.sigmoid_backward.default, _gradient_of_sigmoid)
     of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
+    of_the_cpu["smooth_l1_loss_backward.default"] = left_to_aten
     for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
         of_the_cpu[name] = functools.partial(_layer_norm, named(name))
     for name, function in of_the_cpu.items():
@@ -127,6 +136,7 @@ def register() -> None:
                 words = functools.partial(_one_by_one, getattr(aten, name))
                 put_decomposition(getattr(packet, overload), words)
     _keep_roundings()
+    _round_constants()
     _keep_products_apart_from_sums()
     _keep_scales_before_softmax()
     _keep_casts()
@@ -147,7 +157,10 @@ def _layer_norm(op: torch._ops.OpOverload, original: Callable[..., Any], *args: 
 
 
 def _low_left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    if rounds() and x.device.type == "cpu" and any(map(_is_low, (x, *args))):
+    """(What a kernel returns for operands of several dtypes may be predicted with another one.)"""
+    tensors = [a for a in (x, *args) if isinstance(a, torch.Tensor)]
+    dtypes = {t.dtype for t in tensors if t.dtype.is_floating_point and t.dim()}
+    if rounds() and tensors[0].device.type == "cpu" and len(dtypes) == 1 and dtypes < {*_ROUNDED}:
         return NotImplemented
     return original(x, *args, **kwargs)
 
@@ -205,6 +218,12 @@ def _linspace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     known = all(isinstance(a, int | float) for a in args)
     device = torch.device(kwargs.get("device") or torch.get_default_device())
     return NotImplemented if known and device.type == "cpu" else original(*args, **kwargs)
+
+
+def _soft_shrinkage(original: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """Its threshold is float32."""
+    low = rounds() and _is_low(x) and x.device.type == "cpu"
+    return original(x.float(), *args).to(x.dtype) if low else original(x, *args)
 
 
 def _gradient_of_sigmoid(original: Callable[..., Any], upstream: Any, y: Any) -> Any:
@@ -353,6 +372,37 @@ def _left_to_aten(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any) -> Any
 def _is_mixed(x: torch.Tensor, others: Iterable[Any]) -> bool:
     tensors = [a for a in others if isinstance(a, torch.Tensor)]
     return _is_low(x) and any(a.dtype == torch.float32 for a in tensors)
+
+
+def _round_constants() -> None:
+    """A float32 without dimensions, such as `torch.tensor(0.1)`, is an operand in the dtype of the
+    others. In kernels it is a constant, of which all digits are there."""
+    from torch._inductor import lowering
+
+    table: Any = lowering
+    original = table.transform_args
+
+    def transform_args(args: list[Any], kwargs: Any, broadcast: bool, kind: Any, *more: Any) -> Any:
+        if kind and rounds():
+            args = _with_rounded_constants(args, kind)
+        return original(args, kwargs, broadcast, kind, *more)
+
+    table.transform_args = transform_args
+
+
+def _with_rounded_constants(args: list[Any], kind: Any) -> list[Any]:
+    from torch._inductor import ir, lowering
+
+    tensors: list[Any] = [a for a in args if isinstance(a, ir.TensorBox)]
+    dtype = lowering.get_promoted_dtype(*tensors, type_promotion_kind=kind) if tensors else None
+    if dtype not in _ROUNDED or tensors[0].get_device().type != "cpu":
+        return args
+    given: list[Any] = []
+    for a in args:
+        is_scalar = isinstance(a, ir.TensorBox) and not a.get_size()
+        constant = lowering.get_constant_value(a) if is_scalar else None
+        given.append(a if constant is None else rounded(constant.value, dtype))
+    return given
 
 
 def _keep_products_apart_from_sums() -> None:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.utils import _pytree as pytree
 
-from .flags import inductor_right
+from .flags import inductor_right, rounds
 
 Function = Callable[..., Any]
 
@@ -78,6 +78,13 @@ def _as_the_first(
     first = lowering.constrain_to_fake_tensor(args[0], of_first.meta["val"])
     others, kwargs = pytree.tree_map_only(ir.IRNode, laid_out, (args[1:], kwargs))
     return (first, *others), kwargs
+
+
+def left_to_aten(original: Function, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Words for `put_kernel`: ATen's of the CPU, where Inductor rounds as eager mode does."""
+    if rounds() and x.device.type == "cpu" and x.dtype.is_floating_point:
+        return NotImplemented
+    return original(x, *args, **kwargs)
 
 
 def named(name: str) -> OpOverload:

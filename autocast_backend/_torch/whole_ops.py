@@ -5,7 +5,7 @@
         arange, index, mul, ...   with AOTAutograd; their backward adds up what the indices name
 
 The parts round elsewhere. Who runs op by op is better off with the op. Inductor makes one kernel of
-them; where it rounds as eager mode does, it is given interpolation whole (`roundings.py`).
+them; where it rounds as eager mode does, it is given some whole (`roundings.py`, `reductions.py`).
 
     y, mask = native_dropout(x, 0.1, True)         AOTAutograd, for dropout; y = (x * mask) * 1.11
     y = x * (mask / 0.9)                           eager mode, on the CPU; mask in the dtype of x
@@ -70,11 +70,11 @@ def _register() -> None:
         _put(getattr(aten, name).vec, functools.partial(_copying, linear))
     for name in INTERPOLATION:
         op = getattr(aten, name)
-        _put(op.vec, functools.partial(_interpolated, functools.partial(_by_sizes, op.default)))
-        _put(op.default, functools.partial(_interpolated, _by_autograd(op.default)))
+        _put(op.vec, functools.partial(_rounded_whole, functools.partial(_by_sizes, op.default)))
+        _put(op.default, functools.partial(_rounded_whole, _by_autograd(op.default)))
     losses = aten.multilabel_margin_loss_forward.default
     _put(losses, _multilabel_margin_loss)
-    _put(losses, functools.partial(_chosen, _by_autograd(losses)))
+    _put(losses, functools.partial(_rounded_whole, _by_autograd(losses)))
     for name in _WITH_OTHER_GRADIENTS:
         op = getattr(aten, name).default
         _put(op, functools.partial(_right_whole, _by_autograd(op)))
@@ -107,10 +107,10 @@ def _right_whole(
         return _chosen(whole, apart, *args, **kwargs)
 
 
-def _interpolated(
+def _rounded_whole(
     whole: Callable[..., Any], apart: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Also where Inductor rounds as eager mode does: these are ATen's then (`roundings.py`)."""
+    """Also where Inductor rounds as eager mode does: these are ATen's then."""
     rounded = rounds() and x.device.type == "cpu"
     with _asked.raised() if rounded else contextlib.nullcontext():
         return _chosen(whole, apart, x, *args, **kwargs)

@@ -14,6 +14,8 @@ from torch._inductor.utils import run_and_get_code
 from tests.support import BF16, assert_same_bits
 
 LABELS = torch.arange(48) % 64
+SEVERAL = torch.arange(64) * torch.arange(1, 24, 2)[:, None] % 64
+SEVERAL[:, 9] = -1
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: (x * 1.1).sum(),
     "sums": lambda x: (x * 1.1).sum((0, 2)) + (x * 1.3).sum((0, 2), dtype=torch.float64),
@@ -34,6 +36,8 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "logistic": lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
     "divergence": lambda x: F.kl_div(x.detach(), x.sigmoid().detach(), reduction="sum"),
     "margins": lambda x: F.multi_margin_loss(x.detach()[0], LABELS[:12], reduction="none"),
+    "margins of several": lambda x: F.multilabel_margin_loss(x[0], SEVERAL, reduction="sum"),
+    "smooth": lambda x: F.smooth_l1_loss(x, x.detach() * 0.7, reduction="none", beta=0.3),
     "bias": lambda x: x.detach() * 1.3 * x[0, 0],
     "cosine": lambda x: F.cosine_similarity(x, x.detach() * 0.7 + 1, dim=-1),
 }

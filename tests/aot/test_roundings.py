@@ -44,6 +44,17 @@ MORE: dict[str, Chain] = {
     "alpha of float32": lambda x, w, v: torch.add((x @ w) * 0.7, x, alpha=0.3),
     "whole numbers": lambda x, w, v: torch.add(x @ w, x @ v, alpha=1027) * 1027 - 1027,
     "a tensor without dimensions": lambda x, w, v: (x @ w) * v.mean() / v.std(),
+    "constants without dimensions": lambda x, w, v: (
+        torch.tensor(0.1) * (x @ w)
+        + (torch.tensor(1001) - x @ v) / (x.bfloat16() + torch.tensor(9.1))
+    ),
+    "a tensor of one number": lambda x, w, v: (
+        (x @ w) * torch.full((64,), 0.1, dtype=torch.bfloat16)
+        + x.bfloat16().new_full((), 0.3) * x.bfloat16().fill_(0.7)
+    ),
+    "powers of a number": lambda x, w, v: 0.1 ** (x @ w) + 10_001 ** x.bfloat16().sigmoid(),
+    "truncated": lambda x, w, v: torch.div(x @ w, 0.001, rounding_mode="trunc") + x.bfloat16(),
+    "shrunk": lambda x, w, v: F.softshrink(x @ w, 0.1) * 1.3,
     "lists": lambda x, w, v: torch.cat(
         torch._foreach_add(torch._foreach_mul([x @ w, x @ v], 0.3), [x.bfloat16()] * 2)
     ),
@@ -75,9 +86,16 @@ MORE: dict[str, Chain] = {
     "log of sums": lambda x, w, v: torch.logsumexp(x @ w, -1) * 1.3,
     "logit": lambda x, w, v: torch.logit(x.bfloat16().sigmoid(), 1e-3) * 1.3,
     "x log a number": lambda x, w, v: torch.xlogy(x.bfloat16(), 1.7) * 1.3,
+    "a number log x": lambda x, w, v: torch.xlogy(1.7, x.bfloat16().abs() + 0.1) * 1.3,
     "entropy": lambda x, w, v: torch.special.entr(x.bfloat16().sigmoid()) * 1.3,
     "losses": lambda x, w, v: losses(
-        x.bfloat16(), w[:32].bfloat16() * 8, F.huber_loss, F.smooth_l1_loss
+        x.bfloat16(), w[:32].bfloat16() * 8, F.huber_loss, F.smooth_l1_loss, F.mse_loss
+    ),
+    "soft margins": lambda x, w, v: losses(
+        x.bfloat16(), v[:32].bfloat16().sign().detach(), F.soft_margin_loss
+    ),
+    "labels": lambda x, w, v: losses(
+        x.half() * 1.3, torch.arange(32), lambda x, target, reduction: F.nll_loss(x, target)[None]
     ),
     "cross-entropy": lambda x, w, v: losses(
         x.bfloat16().sigmoid(),
