@@ -55,11 +55,14 @@ _OF_THE_CPU = (
     "logit_backward.default",
     "mse_loss.default",
     "mse_loss_backward.default",
+    "nll_loss2d_backward.default",
     "nll_loss2d_forward.default",
+    "nll_loss_backward.default",
     "nll_loss_forward.default",
     "smooth_l1_loss.default",
     "soft_margin_loss.default",
     "soft_margin_loss_backward.default",
+    "softshrink.default",
     "special_entr.default",
     "special_xlog1py.default",
     "xlogy.Scalar_Other",
@@ -106,7 +109,6 @@ def register() -> None:
     put_decomposition(aten.lerp.Scalar, _interpolation)
     put_decomposition(aten.lerp.Tensor, _interpolation)
     put_kernel(aten.linspace.default, _linspace)
-    put_decomposition(aten.softshrink.default, _soft_shrinkage)
     put_decomposition(aten.sigmoid_backward.default, _gradient_of_sigmoid)
     of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
     of_the_cpu["smooth_l1_loss_backward.default"] = left_to_aten
@@ -218,12 +220,6 @@ def _linspace(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     known = all(isinstance(a, int | float) for a in args)
     device = torch.device(kwargs.get("device") or torch.get_default_device())
     return NotImplemented if known and device.type == "cpu" else original(*args, **kwargs)
-
-
-def _soft_shrinkage(original: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """Its threshold is float32."""
-    low = rounds() and _is_low(x) and x.device.type == "cpu"
-    return original(x.float(), *args).to(x.dtype) if low else original(x, *args)
 
 
 def _gradient_of_sigmoid(original: Callable[..., Any], upstream: Any, y: Any) -> Any:
