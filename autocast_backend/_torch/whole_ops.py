@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .flags import Flag, rounds
@@ -75,6 +76,7 @@ def _register() -> None:
     losses = aten.multilabel_margin_loss_forward.default
     _put(losses, _multilabel_margin_loss)
     _put(losses, functools.partial(_rounded_whole, _by_autograd(losses)))
+    _put(aten.multi_margin_loss.default, _margins_as_relu)
     for name in _WITH_OTHER_GRADIENTS:
         op = getattr(aten, name).default
         _put(op, functools.partial(_right_whole, _by_autograd(op)))
@@ -105,6 +107,19 @@ def _right_whole(
     """Also where Inductor takes the op apart, below autograd."""
     with _asked.raised() if _right.on else contextlib.nullcontext():
         return _chosen(whole, apart, *args, **kwargs)
+
+
+def _margins_as_relu(apart: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Where it is taken apart: the gradient of `clamp_min(0)` of 0 is 1, and ATen's of a loss 0."""
+    with _ClampedByRelu() if _right.on else contextlib.nullcontext():
+        return apart(*args, **kwargs)
+
+
+class _ClampedByRelu(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.clamp_min:
+            return args[0].relu()
+        return func(*args, **(kwargs or {}))
 
 
 def _rounded_whole(
