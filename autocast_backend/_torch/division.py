@@ -20,6 +20,8 @@ from .modes import outside_of_modes
 
 Operand = torch.Tensor | float
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
 
 @functools.cache
 def register() -> None:
@@ -79,7 +81,7 @@ def _as(dtype: torch.dtype, x: Operand) -> Operand:
 
 def _in_float(x: Operand, y: Operand, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
     """Operands in the dtype that ATen computes in, the first one as a tensor."""
-    if dtype in (torch.bfloat16, torch.float16):
+    if dtype in LOW_PRECISION:
         dtype = torch.float32
     if isinstance(y, torch.Tensor):
         y = y.to(dtype)

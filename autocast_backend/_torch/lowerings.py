@@ -12,13 +12,12 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from .division import rounded
+from .division import LOW_PRECISION, rounded
 from .flags import inductor_right
 from .tables import named, promoted_dtype, put_decomposition, put_lowering
 
 Lowering = Callable[..., Any]
 
-_LOW = (torch.bfloat16, torch.float16)
 _OF_NUMBERS = ("full.default", "pow.Scalar")
 
 
@@ -105,7 +104,7 @@ def _with_scalar(original: Lowering, *args: Any, **kwargs: Any) -> Any:
     """Of bfloat16 and float16, the CPU takes Python's numbers in that dtype (PyTorch #186818)."""
     tensors = [a for a in args if hasattr(a, "get_dtype")]
     dtype = promoted_dtype(tensors)
-    if dtype in _LOW and tensors[0].get_device().type == "cpu":
+    if dtype in LOW_PRECISION and tensors[0].get_device().type == "cpu":
         args = tuple(rounded(a, dtype) for a in args)
         kwargs = {name: rounded(a, dtype) for name, a in kwargs.items()}
     return original(*args, **kwargs)
@@ -116,7 +115,7 @@ def _with_number(op: OpOverload, original: Lowering, *args: Any, **kwargs: Any) 
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     made_as = kwargs.get("dtype"), kwargs.get("device") or torch.get_default_device()
     dtype, device = (tensors[0].dtype, tensors[0].device) if tensors else made_as
-    if dtype not in _LOW or torch.device(device).type != "cpu":
+    if dtype not in LOW_PRECISION or torch.device(device).type != "cpu":
         return original(*args, **kwargs)
     held = [rounded(a, dtype) for a in args]
     numbers = [(a, h) for a, h in zip(args, held, strict=True) if isinstance(a, int | float)]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from .division import rounded
+from .division import LOW_PRECISION, rounded
 from .flags import Flag, inductor_right, rounds
 from .patches import replaced
 from .tables import (
@@ -34,7 +34,6 @@ from .tables import (
 )
 from .whole_ops import INTERPOLATION
 
-_ROUNDED = (torch.bfloat16, torch.float16)
 _OF_THE_CPU = (
     "_log_softmax.default",
     "_log_softmax_backward_data.default",
@@ -145,7 +144,7 @@ def register() -> None:
 
 
 def _is_low(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _ROUNDED
+    return isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION
 
 
 def _layer_norm(op: torch._ops.OpOverload, original: Callable[..., Any], *args: Any) -> Any:
@@ -162,13 +161,18 @@ def _low_left_to_aten(original: Callable[..., Any], x: Any, *args: Any, **kwargs
     """(What a kernel returns for operands of several dtypes may be predicted with another one.)"""
     tensors = [a for a in (x, *args) if isinstance(a, torch.Tensor)]
     dtypes = {t.dtype for t in tensors if t.dtype.is_floating_point and t.dim()}
-    if rounds() and tensors[0].device.type == "cpu" and len(dtypes) == 1 and dtypes < {*_ROUNDED}:
+    if (
+        rounds()
+        and tensors[0].device.type == "cpu"
+        and len(dtypes) == 1
+        and dtypes < {*LOW_PRECISION}
+    ):
         return NotImplemented
     return original(x, *args, **kwargs)
 
 
 def _low_sums(of_aten: Callable[..., Any], original: Callable[..., Any], *args: Any) -> Any:
-    low = args[0].get_dtype() in _ROUNDED and args[0].get_device().type == "cpu"
+    low = args[0].get_dtype() in LOW_PRECISION and args[0].get_device().type == "cpu"
     return (of_aten if low and rounds() else original)(*args)
 
 
@@ -177,7 +181,7 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from torch._inductor import lowering
 
     dtype = promoted_dtype(a for a in args if hasattr(a, "get_dtype"))
-    if dtype not in _ROUNDED or not rounds():
+    if dtype not in LOW_PRECISION or not rounds():
         return original(*args, **kwargs)
     args = tuple(
         lowering.to_dtype(a, torch.float32) if hasattr(a, "get_dtype") else a for a in args
@@ -247,7 +251,7 @@ def _power(original: Callable[..., Any], x: Any, exponent: Any) -> Any:
     if exponent == -0.5 and dtype != torch.float16:
         return _in_float32(lowering.rsqrt, x)
     exponent = rounded(exponent, dtype)
-    is_product = exponent in (-1, 0, 1, 2, 3) or (dtype in _ROUNDED and exponent % 1 == 0)
+    is_product = exponent in (-1, 0, 1, 2, 3) or (dtype in LOW_PRECISION and exponent % 1 == 0)
     if is_product or (exponent == 0.5 and dtype != torch.float16):
         return _in_float32(original, x, exponent)
     return _in_float32(lowering.make_pointwise(ops.pow), x, exponent)
@@ -391,7 +395,7 @@ def _with_rounded_constants(args: list[Any], kind: Any) -> list[Any]:
 
     tensors: list[Any] = [a for a in args if isinstance(a, ir.TensorBox)]
     dtype = lowering.get_promoted_dtype(*tensors, type_promotion_kind=kind) if tensors else None
-    if dtype not in _ROUNDED or tensors[0].get_device().type != "cpu":
+    if dtype not in LOW_PRECISION or tensors[0].get_device().type != "cpu":
         return args
     given: list[Any] = []
     for a in args:
@@ -411,7 +415,7 @@ def _keep_products_apart_from_sums() -> None:
 
 
 def _rounds_once(check: Callable[[Any], bool], match: Any) -> bool:
-    low = match.output_node().meta["val"].dtype in _ROUNDED
+    low = match.output_node().meta["val"].dtype in LOW_PRECISION
     return check(match) and not (low and rounds())
 
 
@@ -440,8 +444,8 @@ def _keep_casts() -> None:
 
 def _says_nothing(check: Callable[[Any], bool], match: Any) -> bool:
     """Whether a cast changes no number."""
-    wider = match.kwargs["arg"].meta["val"].dtype not in _ROUNDED
-    return check(match) and not (wider and match.kwargs["dtype1"] in _ROUNDED and rounds())
+    wider = match.kwargs["arg"].meta["val"].dtype not in LOW_PRECISION
+    return check(match) and not (wider and match.kwargs["dtype1"] in LOW_PRECISION and rounds())
 
 
 def _keep_roundings() -> None:
