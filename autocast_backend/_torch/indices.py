@@ -3,6 +3,7 @@
     torch.arange(8).bool()                   all true in a vector of which the first one is
     torch.arange(600).to(torch.uint8).int()  i, not i % 256
     torch.arange(600).bfloat16().float()     i, not i rounded
+    torch.full((2, 2), 0.1).bfloat16()       0.1, not 0.1 rounded
 
 An expression has no end and is exact. So it may stand for a tensor only where the dtype of that one
 holds all that it may be.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .division import rounded
 from .flags import inductor_right
 
 _DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
@@ -36,8 +38,8 @@ def _compute_what_no_dtype_holds() -> None:
 
     def propagate(self: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = original(self, name, args, kwargs)
-        symbolic = isinstance(result, IndexPropVar) and result.is_symbolic
-        if not inductor_right.on or not symbolic or _holds(self, result.value):
+        computed = isinstance(result, IndexPropVar) and result.is_symbolic and name != "constant"
+        if not inductor_right.on or not computed or _holds(self, result.value):
             return result
         if name != "index_expr":
             return self.fallback(name, args, kwargs)
@@ -52,8 +54,10 @@ def _holds(propagation: Any, value: Any) -> bool:
     from torch.utils._sympy.value_ranges import bound_sympy
 
     dtype = value.dtype
-    if value.is_constant() or dtype == torch.int64 or dtype.is_complex:
+    if dtype == torch.int64 or dtype.is_complex:
         return True
+    if value.is_constant():  # of integers and bools it ends where they do
+        return not dtype.is_floating_point or rounded(float(value.expr), dtype) == value.expr
     if dtype == torch.bool:
         least, most = 0, 1
     elif dtype.is_floating_point:

@@ -43,6 +43,7 @@ def register() -> None:
     for name in ("add", "sub", "fmod"):
         put_lowering(getattr(aten, name).Tensor, _with_scalar)
         put_lowering(getattr(aten, name).Scalar, _with_scalar)
+    put_decomposition(aten.threshold_backward.default, _gradient_of_threshold)
     for name in _OF_NUMBERS:
         put_decomposition(named(name), functools.partial(_with_number, named(name)))
     _store_what_is_there()
@@ -122,6 +123,13 @@ def _with_number(op: OpOverload, original: Lowering, *args: Any, **kwargs: Any) 
     if all(a == h or math.isnan(a) for a, h in numbers):
         return original(*args, **kwargs)
     return op(*held, **kwargs)
+
+
+def _gradient_of_threshold(
+    original: Lowering, upstream: torch.Tensor, x: torch.Tensor, threshold: Any
+) -> Any:
+    """All digits of the threshold count, as in the forward."""
+    return original(upstream, x.float() if x.dtype in LOW_PRECISION else x, threshold)
 
 
 def _sum_of_bools(original: Lowering, x: Any, y: Any, *, alpha: Any = 1) -> Any:

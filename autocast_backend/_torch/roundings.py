@@ -104,7 +104,9 @@ def register() -> None:
     put_lowering(aten.pow.Tensor_Scalar, _power)
     for op in (aten.addcmul.default, aten.addcdiv.default):
         if op in lowering.lowerings:  # addcdiv has none in torch 2.11
-            put_lowering(op, _in_float32)
+            put_lowering(op, _rounded_once)
+    for op in (aten.logaddexp.default, aten.logaddexp2.default):
+        put_decomposition(op, _of_one_dtype)
     put_decomposition(aten.lerp.Scalar, _interpolation)
     put_decomposition(aten.lerp.Tensor, _interpolation)
     put_kernel(aten.linspace.default, _linspace)
@@ -189,6 +191,21 @@ def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return lowering.to_dtype(original(*args, **kwargs), dtype)
 
 
+def _rounded_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The same, of operands in the dtype of the result."""
+    from torch._inductor import lowering
+
+    dtype = promoted_dtype(args)
+    return _in_float32(original, *(lowering.to_dtype(a, dtype) for a in args), **kwargs)
+
+
+def _of_one_dtype(original: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> Any:
+    dtype = torch.result_type(x, y)
+    if dtype not in LOW_PRECISION or not rounds():
+        return original(x, y)
+    return original(x.to(dtype), y.to(dtype))
+
+
 def _product(original: Callable[..., Any], x: Any, y: Any) -> Any:
     """Numbers are float32. Where every op rounds what it is given, they would be rounded, too. So
     are the CPU's second operands without dimensions."""
@@ -200,16 +217,11 @@ def _product(original: Callable[..., Any], x: Any, y: Any) -> Any:
 
 def _sum(original: Callable[..., Any], x: Any, y: Any, alpha: Any = 1) -> Any:
     """With `alpha`, one kernel that rounds once."""
-    from torch._inductor import lowering
-
     if not (hasattr(x, "get_dtype") and hasattr(y, "get_dtype")):
         return _in_float32(original, x, y, alpha=alpha)
     if alpha == 1:
         return original(x, y)
-    dtype = promoted_dtype((x, y))
-    return _in_float32(
-        original, lowering.to_dtype(x, dtype), lowering.to_dtype(y, dtype), alpha=alpha
-    )
+    return _rounded_once(original, x, y, alpha=alpha)
 
 
 def _interpolation(original: Callable[..., Any], start: Any, end: Any, weight: Any) -> Any:

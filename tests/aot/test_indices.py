@@ -1,4 +1,4 @@
-"""Indices in other dtypes than those of indices, under Inductor."""
+"""Indices and numbers that Inductor computes with while it compiles."""
 
 from __future__ import annotations
 
@@ -41,9 +41,21 @@ def ends(n: int) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("make", [masks, ends])
+def numbers(n: int) -> list[Tensor]:
+    """The same of tensors of one number."""
+    tenth = torch.full((2, n), 0.1).t()
+    three = tenth + torch.full((2, n), 0.2).t()
+    low = torch.ones(2, n, dtype=torch.bfloat16).t() * 0.1
+    return [
+        *(tenth.to(d).float() for d in (torch.bfloat16, torch.float16, torch.float64)),
+        *(x.double() for x in (tenth, three, low)),
+        torch.full((2, n), 7e4).t().half().float(),
+    ]
+
+
+@pytest.mark.parametrize("make", [masks, ends, numbers])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
-def test_indices_in_other_dtypes(make: Callable[[int], list[Tensor]], dynamic: bool) -> None:
+def test_what_other_dtypes_hold(make: Callable[[int], list[Tensor]], dynamic: bool) -> None:
     """For masks, what held for the first index of a vector held for all; nothing had an end."""
 
     def with_its_size(x: Tensor) -> list[Tensor]:

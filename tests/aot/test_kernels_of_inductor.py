@@ -115,6 +115,24 @@ def test_shrinkage_of_nan(way: dict[str, Any]) -> None:
     assert_same_bits(results(torch.compile(shrunk, **way)), results(shrunk))
 
 
+def test_gradients_at_a_threshold_that_is_rounded() -> None:
+    """The bfloat16 next to a tenth is above it."""
+    inputs = [
+        torch.full((40,), 0.1, dtype=dtype, requires_grad=True)
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+
+    def above(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [F.threshold(x, 0.1, 0.0), F.threshold(y, 0.1, 0.0)]
+
+    def gradients(function: Callable[..., list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(weighted_sum(function(*inputs)), inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(above, backend="smart_autocast")
+    assert_same_bits(gradients(compiled), gradients(above))
+
+
 @pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
 @pytest.mark.parametrize(("p", "training"), [(0.5, False), (0.0, True)])
 def test_dropout_that_drops_nothing_returns_what_it_is_given(

@@ -48,6 +48,9 @@ MORE: dict[str, Chain] = {
         torch.tensor(0.1) * (x @ w)
         + (torch.tensor(1001) - x @ v) / (x.bfloat16() + torch.tensor(9.1))
     ),
+    "constants among others": lambda x, w, v: torch.logaddexp(
+        torch.addcmul(x @ w, x @ v, torch.tensor(0.3)), torch.tensor(0.7)
+    ),
     "a tensor of one number": lambda x, w, v: (
         (x @ w) * torch.full((64,), 0.1, dtype=torch.bfloat16)
         + x.bfloat16().new_full((), 0.3) * x.bfloat16().fill_(0.7)
