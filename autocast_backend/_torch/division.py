@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .flags import inductor_right
+from .flags import inductor_right, rounds
 from .modes import outside_of_modes
 
 Operand = torch.Tensor | float
@@ -59,19 +59,17 @@ def _remainder(x: Operand, y: Operand) -> Any:
 
 
 def _div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
-    """(A divisor that is a number, or a tensor without dimensions, has all of its digits. By others
-    the kernels for low precision round quotients before they are truncated.)"""
+    """(A divisor that is a number, or a tensor without dimensions, has all of its digits.)"""
     dtype = torch.result_type(x, y)
     if not (inductor_right.on and dtype.is_floating_point and rounding_mode):
         return NotImplemented
-    divisor = y
+    # By tensors with dimensions, kernels round to low precision on the way.
+    apart = isinstance(y, torch.Tensor) and y.dim() > 0
     x, y = _in_float(_as(dtype, x), y, dtype)
     if rounding_mode == "floor":
-        return _floor_division(x, y).to(dtype)
+        return _floor_division(x, y, dtype if apart and rounds() else x.dtype).to(dtype)
     quotient = x / y
-    if isinstance(divisor, torch.Tensor) and divisor.dim():
-        quotient = quotient.to(dtype)
-    return quotient.trunc().to(dtype)
+    return (quotient.to(dtype) if apart else quotient).trunc().to(dtype)
 
 
 def _as(dtype: torch.dtype, x: Operand) -> Operand:
@@ -91,17 +89,22 @@ def _in_float(x: Operand, y: Operand, dtype: torch.dtype) -> tuple[torch.Tensor,
     return x.to(dtype), y
 
 
-def _floor_division(x: torch.Tensor, y: Operand) -> torch.Tensor:
-    truly = x / y
+def _floor_division(x: torch.Tensor, y: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Computed in that of `x`, each number rounded to `dtype`."""
+
+    def held(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype).to(x.dtype)
+
+    truly = held(x / y)
     rest, apart = _fmod(x, y)
     # Where the quotient is too large the CPU has no rest, and ATen does not ask for it.
     # (`&` would be taken for one of integers, as Inductor knows no bounds of `isinf`.)
     too_large = torch.logical_and(truly.isinf(), ~x.isinf())
-    exact = torch.where(too_large, x, x - rest)
-    quotient = exact / y  # an integer, but for rounding
-    quotient = torch.where(apart, quotient - 1, quotient)
+    exact = torch.where(too_large, x, held(x - rest))
+    quotient = held(exact / y)  # an integer, but for rounding
+    quotient = torch.where(apart, held(quotient - 1), quotient)
     floor: Any = quotient.floor()
-    floor = torch.where(quotient - floor > 0.5, floor + 1, floor)
+    floor = torch.where(quotient - floor > 0.5, held(floor + 1), floor)
     floor = torch.where(quotient == 0, torch.copysign(torch.zeros_like(truly), truly), floor)
     by_zero = y == 0
     if isinstance(by_zero, bool):

@@ -196,6 +196,7 @@ def divided(*inputs: torch.Tensor) -> list[torch.Tensor]:
         results += [torch.remainder(x, 0.1), torch.remainder(1.7, x), torch.remainder(x, x.flip(0))]
         results += [x.fmod(0.1), x + 0.1, 0.1 - x, x * 0.1, x / 0.1]
         results += [0.1 // x, x.new_tensor(0.1, dtype=torch.float32) // x]
+        results += [x // (x.flip(0) / 3), (x * 20) // x.flip(0)]
         results += [torch.remainder(x, x.new_tensor(0.1, dtype=torch.float32))]
     whole = inputs[0].nan_to_num(0, 0).long()
     return [*results, whole // 3, whole % 1.5, whole // 1.5]
