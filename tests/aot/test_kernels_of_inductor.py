@@ -149,6 +149,19 @@ def test_dropout_that_drops_nothing_returns_what_it_is_given(
     assert x.tolist() == [1.0] * 3
 
 
+@pytest.mark.slow
+def test_instance_norm_of_one_image_before_weights_in_channels_last() -> None:
+    """Of which eager mode's gradient is another one than that of the same weights, contiguous."""
+    net = torch.nn.Sequential(torch.nn.InstanceNorm2d(8), torch.nn.Conv2d(8, 8, 1))
+    x = torch.randn(1, 8, 6, 6, requires_grad=True)
+    (expected,) = torch.autograd.grad(weighted_sum([net(x)]), x)
+    net.to(memory_format=torch.channels_last)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="smart_autocast")
+    (found,) = torch.autograd.grad(weighted_sum([compiled(x)]), x)
+    torch.testing.assert_close(found, expected)
+
+
 def test_index_ops_on_what_is_expanded() -> None:
     def adds(rows: torch.Tensor) -> list[torch.Tensor]:
         zeros, places = torch.zeros(1, 4).expand(4, -1), torch.tensor([0, 2])
