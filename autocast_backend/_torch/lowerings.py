@@ -128,8 +128,10 @@ def _with_number(op: OpOverload, original: Lowering, *args: Any, **kwargs: Any) 
 def _gradient_of_threshold(
     original: Lowering, upstream: torch.Tensor, x: torch.Tensor, threshold: Any
 ) -> Any:
-    """All digits of the threshold count, as in the forward."""
-    return original(upstream, x.float() if x.dtype in LOW_PRECISION else x, threshold)
+    """All digits of the threshold count, as in the forward. (That of `relu` has but one.)"""
+    if x.dtype in LOW_PRECISION and rounded(threshold, x.dtype) != threshold:
+        x = x.float()
+    return original(upstream, x, threshold)
 
 
 def _sum_of_bools(original: Lowering, x: Any, y: Any, *, alpha: Any = 1) -> Any:
