@@ -58,6 +58,7 @@ def _contract() -> None:
     def put(Overrides: Any, function: str) -> None:
         original = Overrides.fma
 
+        @functools.wraps(original)
         def fma(x: Any, y: Any, z: Any) -> Any:
             return f"{function}({x}, {y}, {z})" if inductor_right.on else original(x, y, z)
 
@@ -129,7 +130,8 @@ def _interpolation(
     if start.device.type != "cpu" or start.dtype not in _FLOATS:
         return original(start, end, weight)
     memory_format = suggest_memory_format(start)
-    if memory_format != torch.contiguous_format:  # which is that of the result
+    if memory_format != torch.contiguous_format and end.dim() == start.dim():
+        # That of the result.
         end = end.contiguous(memory_format=memory_format)
     if not isinstance(weight, torch.Tensor):
         weight = rounded(weight, start.dtype)

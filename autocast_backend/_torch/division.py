@@ -86,6 +86,8 @@ def _in_float(x: Operand, y: Operand, dtype: torch.dtype) -> tuple[torch.Tensor,
         if not isinstance(x, torch.Tensor):
             return torch.full((), x, dtype=dtype, device=y.device), y
     assert isinstance(x, torch.Tensor)
+    if isinstance(y, torch.SymInt | torch.SymFloat):
+        y = torch.scalar_tensor(y, dtype=dtype, device=x.device)
     return x.to(dtype), y
 
 

@@ -38,6 +38,7 @@ def register() -> None:
 def _put(Overrides: Any, name: str) -> None:
     original = getattr(Overrides, name)
 
+    @functools.wraps(original)  # of one number, that of this name of the class above is called
     def function(x: Any) -> Any:
         return f"{x}.{name}()" if inductor_right.on else original(x)
 

@@ -128,8 +128,9 @@ def _with_number(op: OpOverload, original: Lowering, *args: Any, **kwargs: Any) 
 def _gradient_of_threshold(
     original: Lowering, upstream: torch.Tensor, x: torch.Tensor, threshold: Any
 ) -> Any:
-    """All digits of the threshold count, as in the forward. (That of `relu` has but one.)"""
-    if x.dtype in LOW_PRECISION and rounded(threshold, x.dtype) != threshold:
+    """All digits of the threshold count on the CPU, as in the forward. (`relu`'s has but one.)"""
+    on_cpu = x.device.type == "cpu"
+    if on_cpu and x.dtype in LOW_PRECISION and rounded(threshold, x.dtype) != threshold:
         x = x.float()
     return original(upstream, x, threshold)
 

@@ -414,7 +414,10 @@ def _with_rounded_constants(args: list[Any], kind: Any) -> list[Any]:
         is_scalar = isinstance(a, ir.TensorBox) and not a.get_size()
         constant = lowering.get_constant_value(a) if is_scalar else None
         given.append(a if constant is None else rounded(constant.value, dtype))
-    return given
+    # Without it, the dtype of numbers and integers would be float32.
+    numbers = [a for a in given if isinstance(a, int | float) or hasattr(a, "get_dtype")]
+    stays = lowering.get_promoted_dtype(*numbers, type_promotion_kind=kind) == dtype
+    return given if stays else args
 
 
 def _keep_products_apart_from_sums() -> None:

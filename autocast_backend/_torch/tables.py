@@ -30,7 +30,7 @@ def put_decomposition(op: OpOverload, words: Function) -> None:
     original = decomposition.decompositions.get(op, _in_no_other_words)
     decomposition.decompositions[op] = _with_original(original, words)
     if original is _in_no_other_words and op not in lowering.lowerings:
-        lowering.make_fallback(op, warn=False, override_decomp=True)
+        _make_fallback(op, lambda _, *args, **kwargs: (args, kwargs))
     decomposition.fast_random_decomps.cache_clear()
 
 
@@ -40,28 +40,45 @@ def put_kernel(op: OpOverload, words: Function) -> None:
 
     put_decomposition(op, words)
     # Of what is contiguous, results are as well. Otherwise their strides may be mispredicted.
-    strides = lowering.require_contiguous
-    lowering.make_fallback(op, strides, warn=False, override_decomp=True)
+    _make_fallback(op, lowering.require_contiguous)
 
 
 def put_kernel_of_images(op: OpOverload, words: Function) -> None:
     """The same for a kernel whose sums depend on the layout of images: all get that of the first,
     which `words` forces to what it is in eager mode."""
+    put_decomposition(op, words)
+    _make_fallback(op, _as_the_first)
+
+
+def _make_fallback(op: OpOverload, constraint: Function) -> None:
+    """Leave an op to ATen, with a constraint on the layouts of its operands. Where Inductor is at
+    work alone, that is its own."""
     from torch._inductor import lowering
 
-    put_decomposition(op, words)
-    before = lowering.maybe_layout_constraints(op)
-    as_the_first = functools.partial(_as_the_first, before)
-    lowering.make_fallback(op, as_the_first, warn=False, override_decomp=True)
+    known = op in lowering.lowerings or op.name().split(".")[0] in lowering.FALLBACK_ALLOW_LIST
+    before = lowering.maybe_layout_constraints(op) if known else _contiguous_in_backwards
+
+    def constrained(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        one = constraint if inductor_right.on else before
+        return one(node, *args, **kwargs) if one else (args, kwargs)
+
+    lowering.make_fallback(op, constrained, warn=False, override_decomp=True)
 
 
-def _as_the_first(
-    before: Function | None, node: torch.fx.Node, *args: Any, **kwargs: Any
-) -> tuple[Any, Any]:
+def _contiguous_in_backwards(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Inductor's constraint for an op of ATen that it has no kernel for."""
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    if not V.graph.is_backward:
+        return args, kwargs
+    contiguous: tuple[Any, Any] = lowering.require_contiguous(node, *args, **kwargs)
+    return contiguous
+
+
+def _as_the_first(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     from torch._inductor import ir, lowering
 
-    if not inductor_right.on:
-        return before(node, *args, **kwargs) if before else (args, kwargs)
     of_first: Any = node.args[0]
     orders = {
         torch.channels_last: ir.NHWC_STRIDE_ORDER,

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autocast_backend._torch.lowerings import _gradient_of_threshold
 from tests.forked import forked, printed
 from tests.support import assert_same_bits, weighted_sum
 
@@ -133,6 +135,18 @@ def test_gradients_at_a_threshold_that_is_rounded() -> None:
     assert_same_bits(gradients(compiled), gradients(above))
 
 
+def test_thresholds_of_gpus_are_rounded() -> None:
+    """The CPU's kernels compare in float32, those of GPUs in the dtype of the tensor."""
+
+    def compared(upstream: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.dtype:
+        return x.dtype
+
+    with FakeTensorMode():
+        for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+            x = torch.empty(4, dtype=torch.bfloat16, device=device)
+            assert _gradient_of_threshold(compared, x, x, 0.1) is dtype
+
+
 @pytest.mark.parametrize("way", WAYS, ids=["inductor", "aot_eager"])
 @pytest.mark.parametrize(("p", "training"), [(0.5, False), (0.0, True)])
 def test_dropout_that_drops_nothing_returns_what_it_is_given(
@@ -160,6 +174,69 @@ def test_instance_norm_of_one_image_before_weights_in_channels_last() -> None:
     compiled = torch.compile(net, backend="smart_autocast")
     (found,) = torch.autograd.grad(weighted_sum([compiled(x)]), x)
     torch.testing.assert_close(found, expected)
+
+
+def test_functions_of_one_number_for_many() -> None:
+    """Kernels with vectors have scalars, too; with stock as well, once it has met ours."""
+
+    def functions(rows: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            torch.expm1(rows)[:, None] + x,
+            torch.atanh(rows)[:, None] * x,
+            F.elu(x.mean(-1, keepdim=True)) * x,
+            torch.addcmul(rows, rows, rows)[:, None] * x,
+        ]
+
+    rows, x = torch.linspace(-0.9, 0.9, 32), torch.linspace(-3, 3, 2048).view(32, 64)
+    for backend in ("smart_autocast", "inductor"):
+        torch._dynamo.reset()
+        found = torch.compile(functions, backend=backend)(rows, x)
+        torch.testing.assert_close(found, functions(rows, x))
+
+
+def test_interpolation_of_images_to_what_has_fewer_dimensions() -> None:
+    x = torch.linspace(-3, 3, 384).view(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    ends = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor(0.3)
+
+    def between(x: torch.Tensor, *ends: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.lerp(x, end, 0.3) for end in ends]
+
+    torch._dynamo.reset()
+    found = torch.compile(between, backend="smart_autocast")(x, *ends)
+    assert_same_bits(found, between(x, *ends))
+
+
+def test_what_stock_makes_is_what_it_was() -> None:
+    """Of ops for whose operands it asks no layout, and of which ours are left to ATen."""
+    program = """
+import torch
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+
+def code(function, *args):
+    torch._dynamo.reset()
+    def run():
+        results = torch.compile(function)(*args)
+        if results.requires_grad:
+            results.sum().backward()
+    return [c.partition(chr(10))[2] for c in run_and_get_code(run)[1]]  # but a number
+
+def codes():
+    x, low = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32).bfloat16()
+    signs, indices, y = low.sign().float(), torch.tensor([0, 3]), torch.randn(2, 64).bfloat16()
+    losses = torch.nn.functional.soft_margin_loss
+    return [
+        code(lambda: (low * 2).t().index_add(0, indices, y)),
+        code(lambda: losses((x * 2).t(), signs.t())),
+    ]
+
+config.force_disable_caches = True
+before = codes()
+torch.compile(torch.cos, backend="smart_autocast")(torch.ones(3))
+print(codes() == before, [len(c) for c in before])
+"""
+    with forked("import torch._inductor.compile_fx") as run:
+        assert printed(run(program)) == "True [1, 2]\n"
 
 
 def test_index_ops_on_what_is_expanded() -> None:
@@ -222,6 +299,20 @@ def test_floor_division_and_remainders() -> None:
     torch._dynamo.reset()
     found = torch.compile(divided, backend="smart_autocast")(*inputs)
     assert_same_bits(found, divided(*inputs))
+
+
+def test_floor_division_by_numbers_that_change() -> None:
+    """And by sizes."""
+
+    def parts(x: torch.Tensor, by: float) -> list[torch.Tensor]:
+        n = len(x)
+        return [x // by, x % by, by // x, by % x, x // n, x % n, n // x, n % x]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(parts, backend="smart_autocast")
+    for n, by in ((30, 0.1), (40, 0.7), (50, -0.3)):
+        x = torch.arange(1, n) * 0.1
+        assert_same_bits(compiled(x, by), parts(x, by))
 
 
 def test_division_of_what_inductor_knows_bounds_of() -> None:

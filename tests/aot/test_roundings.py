@@ -51,6 +51,11 @@ MORE: dict[str, Chain] = {
     "constants among others": lambda x, w, v: torch.logaddexp(
         torch.addcmul(x @ w, x @ v, torch.tensor(0.3)), torch.tensor(0.7)
     ),
+    "constants among integers": lambda x, w, v: (
+        (x * 9).int()
+        + torch.tensor(0.1, dtype=torch.bfloat16)
+        + torch.tensor(0.3, dtype=torch.bfloat16) / ((x > 0) + torch.tensor(0.7).bfloat16())
+    ),
     "a tensor of one number": lambda x, w, v: (
         (x @ w) * torch.full((64,), 0.1, dtype=torch.bfloat16)
         + x.bfloat16().new_full((), 0.3) * x.bfloat16().fill_(0.7)
