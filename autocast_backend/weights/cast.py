@@ -34,8 +34,16 @@ _attributes = operator.attrgetter("__dict__")
 _storage = torch.Tensor.untyped_storage
 
 
+_LAYOUTS_ARE_GUARDED = torch.__version__ >= "2.12"
+"""Before, Dynamo asks nothing of the parameters of a module to which none was assigned."""
+
+
 _NAME = "_smart_autocast_name"
 """Of the attribute."""
+
+
+def _layout(weight: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return weight.shape, weight.stride()
 
 
 def identities_of(weights: Sequence[Tensor]) -> list[dict[str, Any] | str]:
@@ -107,7 +115,7 @@ class Cast:
         freed = functools.partial(setattr, self.memory, "cast") if watched else None
         self._storage = ref_to_storage(weight, freed)
         # No tuples where none are needed: Python's garbage collector runs by how many there are.
-        self._layout = None if weight.is_contiguous() else (weight.shape, weight.stride())
+        self._layout = None if weight.is_contiguous() else _layout(weight)
 
     @classmethod
     def known(
@@ -136,7 +144,7 @@ class Cast:
 
     def _has_layout_of(self, weight: Tensor) -> bool:
         if self._layout is not None:
-            return self._layout == (weight.shape, weight.stride())
+            return self._layout == _layout(weight)
         return weight.is_contiguous() and weight.shape == self.memory.cast.shape
 
     def is_alive(self) -> bool:
@@ -179,13 +187,14 @@ class Known:
     """The weights of one call of a graph: what they are, whatever is written to them. It serves
     later calls, in later scopes too, and keeps no weight, no cast and no attributes.
 
-    The layout of a weight is not asked for again: Dynamo does, unless sizes or strides are dynamic.
+    The layout of a weight is not asked for again where Dynamo does, unless sizes or strides are
+    dynamic.
 
     Attributes:
         keys: what their casts are looked up by.
     """
 
-    __slots__ = ("_addresses", "_ids", "_layouts", "_storages", "keys")
+    __slots__ = ("_addresses", "_ids", "_layouts", "_shapes", "_storages", "keys")
 
     def __init__(
         self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype], casts: Sequence[Cast]
@@ -195,6 +204,7 @@ class Known:
         self._addresses = [cast._address for cast in casts]
         self._storages = [cast._storage for cast in casts]
         self._layouts = [cast._layout for cast in casts]
+        self._shapes = None if _LAYOUTS_ARE_GUARDED else list(map(_layout, weights))
 
     def versions(
         self, weights: list[Tensor], identities: Sequence[dict[str, Any] | str]
@@ -218,6 +228,8 @@ class Known:
             ):
                 return None
             versions.append(_version(weight))
+        if self._shapes is not None and self._shapes != list(map(_layout, weights)):
+            return None
         return versions
 
     def have_their_storages(self, weights: list[Tensor]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
@@ -579,6 +579,21 @@ def test_a_weight_with_other_strides_at_the_same_address(lifetime: str) -> None:
         for stride in (4, 8, 12, 16, 20):
             weight.data = memory.as_strided((4, 4), (stride, 1))
             assert torch.equal(compiled(x, weight), linear(x, weight.detach()))
+
+
+@pytest.mark.parametrize("lifetime", ["scope", "version"])
+@pytest.mark.parametrize("change", [Tensor.t, lambda data: data[:4]], ids=["turned", "cut"])
+def test_another_layout_at_the_same_address_in_a_module(
+    change: Callable[[Tensor], Tensor], lifetime: str
+) -> None:
+    """The same tensor, memory and version. (Before torch 2.12 Dynamo does not look.)"""
+    layer, x = nn.Linear(8, 8, bias=False), data(3, 8)
+    compiled = torch.compile(layer, **ours(weight_cache=lifetime))
+    torch._dynamo.reset()
+    with bf16():
+        compiled(x), compiled(x)
+        layer.weight.data = change(layer.weight.data)
+        assert torch.equal(compiled(x), nn.functional.linear(x, layer.weight.detach()))
 
 
 @pytest.mark.parametrize("lifetime", ["scope", "version"])
