@@ -113,6 +113,11 @@ def load() -> KernelTier:
         cpu = DeviceTier("native", forced if wanted else "the native library loads")
         if cuda_library is not None:
             cuda = DeviceTier("native", "the CUDA library loads")
+        elif wanted == "native" and torch.version.cuda and torch.cuda.device_count():
+            raise KernelTierError(
+                f"{forced}: there is a GPU, and the CUDA library is {cuda_reason}; {REBUILD}, with "
+                "nvcc and FORCE_CUDA=1"
+            )
         elif wanted == "native":
             cuda = DeviceTier("reference", f"the CUDA library is {cuda_reason}; {forced}")
         else:

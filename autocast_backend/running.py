@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,14 +84,18 @@ def putting_right_after_errors(
     compiled: Callable[..., Any], now: AutocastState
 ) -> Callable[..., Any]:
     """AOTAutograd traces brackets away; an inner compiler like "eager" executes them. Dynamo
-    guards on the state, so it is not asked for again at each call."""
+    guards on the state, so it is not asked for again at each call, but for dtypes: it guards on
+    none of a device type that autocast is off for."""
 
     def run(*args: Any) -> Any:
         entered, closed = contexts_entered(), are_closed()
+        dtypes = [torch.get_autocast_dtype(d.device_type) for d in now.devices]
         try:
             return compiled(*args)
         except BaseException:
-            put_right(now, entered)
+            devices = zip(now.devices, dtypes, strict=True)
+            before = replace(now, devices=tuple(replace(d, dtype=dtype) for d, dtype in devices))
+            put_right(before, entered)
             put_back_kernels(closed)
             raise
 

@@ -261,6 +261,11 @@ def test_an_error_in_the_model_arrives_unchanged_and_the_state_is_restored(inner
             assert AutocastState.current() == before
             assert contexts_entered() == 1
     assert contexts_entered() == 0
+    for dtype in (torch.bfloat16, torch.float16):  # which are not guarded on where it is off
+        with AutocastState.off().set("cpu", dtype=dtype).applied():
+            with pytest.raises(Broken, match="from the model"):
+                compiled(torch.ones(4, 4))
+            assert torch.get_autocast_dtype("cpu") is dtype
 
 
 def test_a_graph_that_raises_while_it_is_compiled_leaves_no_region_entered() -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import autocast_backend
+from autocast_backend import _native
 from autocast_backend.ops import KERNEL_TIER
 from tests.forked import forked
 
@@ -140,6 +142,23 @@ def test_forced_reference_tier_loads_no_library(report: Report, copy: Path) -> N
     result = report(copy, "reference")
     assert "TIER reference | SMART_AUTOCAST_KERNELS=reference" in result.stdout
     assert "smart_autocast" not in result.stderr
+
+
+@pytest.mark.skipif(KERNEL_TIER.name != "native", reason="no native library in use")
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_native_is_asked_for_and_there_is_no_cuda_library(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without a GPU nobody would use it."""
+    monkeypatch.setenv("SMART_AUTOCAST_KERNELS", "native")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(_native, "_load_cuda", lambda *_, **__: (None, "not built"))
+    if gpus:
+        with pytest.raises(_native.KernelTierError, match="a GPU, and the CUDA library is not bui"):
+            _native.load.__wrapped__()
+    else:
+        assert _native.load.__wrapped__().devices["cuda"].name == "reference"
 
 
 def test_unknown_tier(report: Report, copy: Path) -> None:

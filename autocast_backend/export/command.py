@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,17 @@ def lower_file(
     return "\n".join(lines)
 
 
+_UNREADABLE = (
+    *(RuntimeError, ValueError, TypeError, LookupError, AssertionError, OSError),
+    *(AttributeError, EOFError, ImportError, pickle.UnpicklingError),
+)
+"""What `torch.export.load` raises of damaged files, other formats and what it does not know."""
+
+
 def _load(source: Path) -> ExportedProgram:
     try:
         return torch.export.load(source)
-    except (RuntimeError, ValueError, TypeError, LookupError, AssertionError, OSError) as error:
-        # What `torch.export.load` raises of damaged files, other formats and unknown ops.
+    except _UNREADABLE as error:
         raise CommandError(
             f"{source}: torch.export.load, of torch {torch.__version__}, does not read it: "
             f"{str(error).strip()} If it has ops of another library, import that in a program of "
@@ -110,8 +117,12 @@ def _check_source(source: Path) -> None:
         raise CommandError(f"{source}: it may not be read; {expected}")
     if not zipfile.is_zipfile(source):
         raise CommandError(f"{source}: {expected}; this is no archive at all")
-    with zipfile.ZipFile(source) as archive:
-        folders = {Path(name).parent.name for name in archive.namelist() if name.endswith(".json")}
+    try:
+        with zipfile.ZipFile(source) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile as error:
+        raise CommandError(f"{source}: {expected}; this archive is damaged: {error}") from error
+    folders = {Path(name).parent.name for name in names if name.endswith(".json")}
     if "models" not in folders:
         raise CommandError(
             f"{source}: {expected}; this archive holds no program (a package of AOTInductor holds "

@@ -73,7 +73,8 @@ def _within_reach(
     variables = {f"L['{n}']": v for n, v in local.items() if isinstance(v, nn.Module)}
     found = dict(variables)
     for path in paths:  # outer modules come before those inside
-        module = None if path.startswith(tuple(found)) else _resolve(path, local, scope)
+        inside = any(_is_at_or_below(path, outer) for outer in found)
+        module = None if inside else _resolve(path, local, scope)
         if isinstance(module, nn.Module):
             found[path] = module
     roots: dict[str, nn.Module] = {}
@@ -81,13 +82,20 @@ def _within_reach(
         whole = next((p for p, m in found.items() if m is not root and root in m.modules()), None)
         if path not in variables or whole is None:
             roots[path] = root
-        elif any(used.startswith(path) for used in paths):
+        elif any(_is_at_or_below(used, path) for used in paths):
             raise PolicyError(
                 f"option 'policies': after a graph break, a part of {whole} is reached as {path}. "
                 "Other parts may run the same compiled code, so no pattern can tell them apart. "
                 "Compile with fullgraph=True, or compile the parts with options of their own"
             )
     return roots
+
+
+def _is_at_or_below(path: str, outer: str) -> bool:
+    """Whether a path leads through another: `L['self'].head[0]` through `L['self'].head`, and
+    `L['self'].head2` does not."""
+    one, other = parse_path(path).parts, parse_path(outer).parts
+    return one[:2] == other[:2] and one[2][: len(other[2])] == other[2]
 
 
 def _guard(called: Path, ways: list[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -92,6 +93,7 @@ def test_for_another_device_type(tmp_path: Path) -> None:
         ("none.pt2", [], "there is no such file"),
         ("text.pt2", [], "this is no archive at all"),
         ("other.pt2", [], "this archive holds no program"),
+        ("damaged.pt2", [], "this archive is damaged"),
         ("model.pt2", ["-o", "nowhere/lowered.pt2"], "--output: there is no folder"),
         ("model.pt2", ["--report", "nowhere/page.html"], "--report: there is no folder"),
         ("model.pt2", ["-o", "."], "--output: expected a file; . is a folder"),
@@ -114,6 +116,8 @@ def test_what_is_refused(
     (tmp_path / "text.pt2").write_text("no program")
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
         archive.writestr("other/data/x.json", "{}")
+    whole = (tmp_path / "other.pt2").read_bytes()
+    (tmp_path / "damaged.pt2").write_bytes(whole.replace(b"PK\x01\x02", b"PK\x00\x00"))
     if name == "model.pt2":
         saved(MLP, tmp_path)
     if name == "decomposed.pt2":
@@ -171,6 +175,19 @@ sys.exit(cli.main(["lower", *sys.argv[1:]]))
     assert error.startswith(f"smart-autocast lower: --output: {output} cannot be written: ")
     assert output.read_text() == "an earlier one"
     assert sorted(tmp_path.iterdir()) == [output, source]
+
+
+@pytest.mark.parametrize("error", [EOFError, ImportError, pickle.UnpicklingError])
+def test_a_program_whose_weights_cannot_be_unpickled(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(source: Path) -> None:
+        raise error("as torch.load does")
+
+    source = saved(MLP, tmp_path)
+    monkeypatch.setattr(torch.export, "load", load)
+    with pytest.raises(CommandError, match="does not read it: as torch"):
+        lower_file(source, tmp_path / "lowered.pt2")
 
 
 def test_a_damaged_program(tmp_path: Path) -> None:

@@ -211,6 +211,27 @@ def test_a_module_whose_name_has_odd_characters(key: str) -> None:
         compile_model(Keyed(), {"module": {"layers.a": "fp32"}})(x)
 
 
+def test_a_name_that_begins_with_that_of_another() -> None:
+    """All modules that a function reaches count, called or not."""
+    x = torch.randn(2, 4)
+
+    class Head(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.spare = nn.Linear(4, 4)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.head, self.head2 = nn.Linear(4, 4), Head()
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head2(self.head(x))
+
+    step = compile_model(Trainer().step, {"module": {"head2.spare": "fp32"}})
+    with torch.autocast(**BF16):
+        assert step(x).dtype is torch.bfloat16
+
+
 def names_of_modules(node: torch.fx.Node) -> list[Any]:
     return [parse_name(path) for _, path in module_stack(node)]
 
