@@ -6,6 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+_APART = "-fno-tree-slp-vectorize"
+
 
 @functools.cache
 def register() -> None:
@@ -32,9 +34,22 @@ def register() -> None:
         **kwargs: Any,
     ) -> Any:
         if "transpose_mxn<" in main_code + (optimized_code or "") and cpp_builder.is_gcc():
-            extra_flags = (*extra_flags, "-fno-tree-slp-vectorize")
+            extra_flags = (*extra_flags, _APART)
         return original(
             cls, main_code, device_type, submit_fn, extra_flags, optimized_code, **kwargs
         )
 
     Cache.load_async = classmethod(load_async)
+
+    table: Any = codecache
+    precompile = table._precompile_header
+
+    def _precompile_header(header: str, line: str, **command: Any) -> Any:
+        """That of other kernels: headers are compiled without these flags, and would be twice."""
+        flags = command.get("extra_flags", ())
+        if _APART in flags:
+            line = line.replace(_APART, "")
+            command["extra_flags"] = tuple(f for f in flags if f != _APART)
+        return precompile(header, line, **command)
+
+    table._precompile_header = _precompile_header
