@@ -178,7 +178,7 @@ def _problem_with(library: Path) -> str | None:
             )
         return (
             f"there is no native library: expected {library}, which an installation without a "
-            "working C++ compiler leaves out"
+            "working C++ compiler, or without Python's headers, leaves out"
         )
     try:
         importlib.import_module("autocast_backend._C")
