@@ -102,11 +102,9 @@ class AutocastState:
             raise TypeError(
                 f"dtype: expected a torch.dtype such as torch.bfloat16, or None; got {dtype!r}"
             )
-        now = self.device(device_type)
-        new = DeviceAutocast(device_type, enabled, dtype if dtype is not None else now.dtype)
-        if device_type != "cuda" and new.dtype not in AMBIENT_DTYPES:
-            new = replace(new, enabled=False)
-        entered = self.set(device_type, enabled=new.enabled, dtype=new.dtype)
+        dtype = dtype or self.device(device_type).dtype
+        enabled = enabled and (device_type == "cuda" or dtype in AMBIENT_DTYPES)
+        entered = self.set(device_type, enabled=enabled, dtype=dtype)
         return entered if cache_enabled is None else replace(entered, cache_enabled=cache_enabled)
 
     def exit(self, device_type: str, before: AutocastState) -> AutocastState:

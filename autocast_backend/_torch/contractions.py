@@ -35,9 +35,9 @@ def register() -> None:
     for name, sign in (("add", 1), ("sub", -1)):
         for overload in ("Tensor", "Scalar"):
             put_lowering(named(f"{name}.{overload}"), functools.partial(_sum, sign))
-    put_lowering(named("addcmul.default"), _sum_with_product)
+    put_lowering(named("addcmul.default"), functools.partial(_scaled_sum, True))
     if named("addcdiv.default") in lowering.lowerings:  # it has none in torch 2.11
-        put_lowering(named("addcdiv.default"), _sum_with_quotient)
+        put_lowering(named("addcdiv.default"), functools.partial(_scaled_sum, False))
     for overload in ("Scalar", "Tensor"):
         put_decomposition(named(f"lerp.{overload}"), _interpolation)
     for name, gradient in (
@@ -100,20 +100,14 @@ def _sum(sign: int, original: Callable[..., Any], x: Any, y: Any, alpha: Any = 1
     return _elementwise(_fma, y, sign * alpha, x)
 
 
-def _sum_with_product(
-    original: Callable[..., Any], x: Any, y: Any, z: Any, *, value: Any = 1
+def _scaled_sum(
+    product: bool, original: Callable[..., Any], x: Any, y: Any, z: Any, *, value: Any = 1
 ) -> Any:
+    """With a product or a quotient, of which the first operand is scaled."""
     if not _is_of_the_cpu(x, y, z):
         return original(x, y, z, value=value)
-    return _elementwise(_fma, _times(y, value), z, x)
-
-
-def _sum_with_quotient(
-    original: Callable[..., Any], x: Any, y: Any, z: Any, *, value: Any = 1
-) -> Any:
-    if not _is_of_the_cpu(x, y, z):
-        return original(x, y, z, value=value)
-    return original(x, _times(y, value), z)
+    scaled = _times(y, value)
+    return _elementwise(_fma, scaled, z, x) if product else original(x, scaled, z)
 
 
 def _times(y: Any, value: Any) -> Any:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from .flags import inductor_right, rounds
+from .flags import rounds
 from .modes import outside_of_modes
+from .tables import named, put_decomposition
 
 Operand = torch.Tensor | float
 
@@ -26,19 +27,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 @functools.cache
 def register() -> None:
     """Put these into the table of what Inductor writes in other words."""
-    from torch._inductor import decomposition
-
-    aten = torch.ops.aten
-    ops: dict[Any, Callable[..., Any]] = {
-        aten.remainder.Tensor: _remainder,
-        aten.remainder.Scalar: _remainder,
-        aten.remainder.Scalar_Tensor: _remainder,
-        aten.div.Tensor_mode: _div,
-        aten.div.Scalar_mode: _div,
-    }
-    for op, function in ops.items():
-        decomposition.decompositions[op] = function
-    decomposition.fast_random_decomps.cache_clear()
+    for overload in ("Tensor", "Scalar", "Scalar_Tensor"):
+        put_decomposition(named(f"remainder.{overload}"), _remainder)
+    for overload in ("Tensor_mode", "Scalar_mode"):
+        put_decomposition(named(f"div.{overload}"), _div)
 
 
 def rounded(value: Any, dtype: torch.dtype) -> Any:
@@ -49,20 +41,22 @@ def rounded(value: Any, dtype: torch.dtype) -> Any:
         return torch.tensor(float(value), dtype=dtype, device="cpu").item()
 
 
-def _remainder(x: Operand, y: Operand) -> Any:
+def _remainder(original: Callable[..., Any], x: Operand, y: Operand) -> Any:
     dtype = torch.result_type(x, y)
-    if not (inductor_right.on and dtype.is_floating_point):
-        return NotImplemented
+    if not dtype.is_floating_point:
+        return original(x, y)
     x, y = _in_float(_as(dtype, x), _as(dtype, y), dtype)
     rest, apart = _fmod(x, y)
     return torch.where(apart, rest + y, rest).to(dtype)
 
 
-def _div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
+def _div(
+    original: Callable[..., Any], x: Operand, y: Operand, *, rounding_mode: str | None = None
+) -> Any:
     """(A divisor that is a number, or a tensor without dimensions, has all of its digits.)"""
     dtype = torch.result_type(x, y)
-    if not (inductor_right.on and dtype.is_floating_point and rounding_mode):
-        return NotImplemented
+    if not (dtype.is_floating_point and rounding_mode):
+        return original(x, y, rounding_mode=rounding_mode)
     # By tensors with dimensions, kernels round to low precision on the way.
     apart = isinstance(y, torch.Tensor) and y.dim() > 0
     x, y = _in_float(_as(dtype, x), y, dtype)

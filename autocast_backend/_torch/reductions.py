@@ -30,6 +30,7 @@ _WITH_KERNELS = (
     "multilabel_margin_loss_forward.default",
     "mv.default",
     "nansum.default",
+    "smooth_l1_loss_backward.default",
     "trace.default",
 )
 

@@ -24,7 +24,6 @@ from .division import LOW_PRECISION, rounded
 from .flags import Flag, inductor_right, rounds
 from .patches import replaced
 from .tables import (
-    left_to_aten,
     named,
     promoted_dtype,
     put_decomposition,
@@ -112,7 +111,6 @@ def register() -> None:
     put_kernel(aten.linspace.default, _linspace)
     put_decomposition(aten.sigmoid_backward.default, _gradient_of_sigmoid)
     of_the_cpu: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_THE_CPU, _low_left_to_aten)
-    of_the_cpu["smooth_l1_loss_backward.default"] = left_to_aten
     for name in ("native_layer_norm.default", "native_layer_norm_backward.default"):
         of_the_cpu[name] = functools.partial(_layer_norm, named(name))
     for name, function in of_the_cpu.items():

@@ -19,7 +19,7 @@ from .._torch.higher_order import call_leaf_function_under
 from .._torch.inside import opaque_ops
 from .._torch.kernels import close_kernels, put_back_kernels
 from ..policies.table import Policy
-from ..regions import is_cleared, is_opened_in, source_line
+from ..regions import is_cleared, is_opened_in, source_line, target_name
 from ..reports.report import Bracketed, Report
 from . import recipes
 from .bodies import IN_PLACE, Bodies
@@ -276,6 +276,4 @@ def _runs(refused: list[Candidate]) -> Iterator[list[Candidate]]:
 
 
 def _bracketed(c: Candidate, name: str) -> Bracketed:
-    target = c.node.target
-    call = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    return Bracketed(name, call, c.refused or "", source_line(c.node))
+    return Bracketed(name, target_name(c.node), c.refused or "", source_line(c.node))

@@ -67,9 +67,14 @@ class Override:
         return replace(around, devices=devices)
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Of a pattern of modules: `blocks.*` -> ("blocks", "*")."""
+        return tuple(self.pattern.split("."))
+
+    @property
     def names_all(self) -> bool:
         """Whether it names the outermost module, and so all calls there are."""
-        return self.key == "module" and _matches(tuple(self.pattern.split(".")), ())
+        return self.key == "module" and _matches(self.parts, ())
 
     def __str__(self) -> str:
         asked = ["off"] if self.off else []
@@ -109,8 +114,7 @@ class Overrides:
         """
         for names in self._innermost_first(module_stack(node) if stack is None else stack):
             for override in reversed(self.modules):
-                parts = tuple(override.pattern.split("."))
-                if any(_matches(parts, name) for name in names):
+                if any(_matches(override.parts, name) for name in names):
                     return override
         named = (o for op in _op_names(node) for o in self.ops if o.pattern == op)
         return next(named, None)
@@ -155,7 +159,7 @@ class Overrides:
         """The override that names the calls in a module, where no module inside has its own."""
         for end in range(len(name), -1, -1):
             for override in reversed(self.modules):
-                if _matches(tuple(override.pattern.split(".")), name[:end]):
+                if _matches(override.parts, name[:end]):
                     return override
         return None
 
@@ -171,8 +175,7 @@ class Overrides:
         """
         names = {name[:end] for name in known for end in range(len(name) + 1)} | {()}
         for override in self.modules:
-            parts = tuple(override.pattern.split("."))
-            if not any(_matches(parts, name) for name in names):
+            if not any(_matches(override.parts, name) for name in names):
                 inside = {".".join(name) for name in names if name}
                 near = nearest(override.pattern, inside) if inside else "'**', for there is but one"
                 message = f"{override} matches no module; expected {near}"

@@ -27,6 +27,7 @@ from .placement import (
     is_region_node,
     source_line,
     state_changes,
+    target_name,
     where,
 )
 
@@ -44,5 +45,6 @@ __all__ = [
     "regions_to_hops",
     "source_line",
     "state_changes",
+    "target_name",
     "where",
 ]

@@ -178,10 +178,14 @@ def source_line(node: fx.Node) -> str:
 
 def call_name(node: fx.Node) -> str:
     """What a node calls, and where, for messages."""
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     line = source_line(node)
-    return f"the call of {name}" + (f" ({line})" if line else "")
+    return f"the call of {target_name(node)}" + (f" ({line})" if line else "")
+
+
+def target_name(node: fx.Node) -> str:
+    """The name of what a node calls."""
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def where(node: fx.Node) -> str:
