@@ -102,7 +102,8 @@ def explain(
 
     Returns:
         A function of `fn`'s arguments that returns a `CastReport` for the autocast state, the grad
-        mode and the arguments that it is called with.
+        mode and the arguments that it is called with. Where `fn` raises, its exception has what
+        there is of the report as a note.
 
     Raises:
         TypeError: `fn` cannot be called, there are `arguments`, or `stats` is no bool.
@@ -133,7 +134,12 @@ def explain(
                 compiled = torch.compile(
                     uncompiled(fn), backend=backend.smart_autocast, options=options
                 )
-                compiled(*args, **kwargs)
+                try:
+                    compiled(*args, **kwargs)
+                except Exception as error:
+                    if report.graphs:
+                        error.add_note(f"Until then, of what autocast does:\n{report}")
+                    raise
         finally:
             torch.compiler.reset()
         return report

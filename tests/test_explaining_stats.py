@@ -75,6 +75,22 @@ def test_what_casts_lose_and_which_results_are_not_finite() -> None:
     assert "mul ->" not in str(plain)
 
 
+def test_what_there_is_where_the_program_raises() -> None:
+    """As one does that looks for infinities."""
+
+    def product(x: Tensor) -> Tensor:
+        y = x @ x.T
+        torch._dynamo.graph_break()
+        if y.isinf().any():
+            raise ValueError("infinite")
+        return y
+
+    with torch.autocast(**FP16), pytest.raises(ValueError, match="infinite") as raised:
+        explain(product, stats=True)(torch.full((4, 64), 40.0))
+    (note,) = raised.value.__notes__
+    assert "matmul -> float16, 16 of 16 infinite" in note
+
+
 def test_all_calls_of_a_graph_are_counted() -> None:
     head = nn.Linear(4, 4)
 
