@@ -177,16 +177,20 @@ def _low_sums(of_aten: Callable[..., Any], original: Callable[..., Any], *args: 
 
 
 def _in_float32(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What is one kernel in eager mode, which computes in float32."""
+    """What is one kernel in eager mode, which computes in float32. (Integers it is given in the
+    dtype of the result, but for a last operand without dimensions.)"""
     from torch._inductor import lowering
 
-    dtype = promoted_dtype(a for a in args if hasattr(a, "get_dtype"))
+    dtype = promoted_dtype(args)
     if dtype not in LOW_PRECISION or not rounds():
         return original(*args, **kwargs)
-    args = tuple(
-        lowering.to_dtype(a, torch.float32) if hasattr(a, "get_dtype") else a for a in args
-    )
-    return lowering.to_dtype(original(*args, **kwargs), dtype)
+    operands = list(args)
+    for i, a in enumerate(args):
+        if hasattr(a, "get_dtype"):
+            is_held = not a.get_dtype().is_floating_point and (a.get_size() or i == 0)
+            held = lowering.to_dtype(a, dtype) if is_held else a
+            operands[i] = lowering.to_dtype(held, torch.float32)
+    return lowering.to_dtype(original(*operands, **kwargs), dtype)
 
 
 def _rounded_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -301,6 +301,20 @@ def test_floor_division_and_remainders() -> None:
     assert_same_bits(found, divided(*inputs))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_integers_by_a_number_of_low_precision(dtype: torch.dtype) -> None:
+    """They are rounded to its dtype, or infinite in that."""
+
+    def results(i: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [i * x, i / x, x * i, x / i, i + x, (i > 300) * x, y * i.sum(), y / i[0]]
+
+    numbers = torch.tensor([0.3, 0.7]).to(dtype)
+    inputs = torch.tensor([257, 771, 100_000]), numbers[0], numbers
+    torch._dynamo.reset()
+    found = torch.compile(results, backend="smart_autocast")(*inputs)
+    assert_same_bits(found, results(*inputs))
+
+
 def test_floor_division_by_numbers_that_change() -> None:
     """And by sizes."""
 
